@@ -1,0 +1,58 @@
+/* mla.c: latent attention over the cache, never expanding keys or values. */
+#include "decode.h"
+#include "elementary.h"
+
+/* out[rank] = sum over i ascending of q[i] * W[lo + i], i < nope: rows summed, not dotted. */
+KIMI_TARGET void KIMI_FN(absorb)(const kimi_matrix *w, int64_t lo, int64_t nope, const float *q,
+                                 float *out) {
+    float row[KIMI_CHUNK];
+    for (int64_t c0 = 0; c0 < w->cols; c0 += KIMI_CHUNK) {
+        int64_t n = w->cols - c0 < KIMI_CHUNK ? w->cols - c0 : KIMI_CHUNK;
+        memset(out + c0, 0, (size_t)n * sizeof *out);
+        for (int64_t i = 0; i < nope; i++) {
+            decode_row(w, lo + i, c0, row);
+            for (int64_t c = 0; c < n; c++) out[c0 + c] = fmaf(q[i], row[c], out[c0 + c]);
+        }
+    }
+}
+
+/* The dense product's order on two float32 vectors. */
+KIMI_INLINE float mla_dot(const float *a, const float *b, int64_t n) {
+    float lanes[16] = {0.0f};
+    int64_t c = 0;
+    for (; c + 16 <= n; c += 16)
+        for (int l = 0; l < 16; l++) lanes[l] = fmaf(a[c + l], b[c + l], lanes[l]);
+    if (c < n)
+        for (int l = 0; l < 16; l++)
+            lanes[l] = c + l < n ? fmaf(a[c + l], b[c + l], lanes[l]) : lanes[l] + 0.0f;
+    return lanes_sum(lanes);
+}
+
+/* Up to KIMI_HEAD_GROUP heads over the first `positions` cache rows; scratch holds one float per
+ * head and position, then rank floats. */
+KIMI_TARGET void KIMI_FN(attend)(const float *cache, int64_t positions, int64_t heads,
+                                 int64_t rank, int64_t rope, const float *q, float scale,
+                                 float *out, float *scratch) {
+    int64_t width = rank + rope;
+    float *block = scratch + heads * positions;
+    for (int64_t s = 0; s < positions; s++)
+        for (int64_t h = 0; h < heads; h++)
+            scratch[h * positions + s] = mla_dot(q + h * width, cache + s * width, width) * scale;
+    for (int64_t h = 0; h < heads; h++) {
+        float *e = scratch + h * positions, *o = out + h * rank, top = -INFINITY;
+        for (int64_t s = 0; s < positions; s++) top = e[s] > top ? e[s] : top;
+        for (int64_t s = 0; s < positions; s++) e[s] = elementary_exp(e[s] - top);
+        double sum = 0.0;
+        for (int64_t s = 0; s < positions; s++) sum += (double)e[s];
+        memset(o, 0, (size_t)rank * sizeof *o);
+        for (int64_t s0 = 0; s0 < positions; s0 += KIMI_POSITION_BLOCK) {
+            int64_t end = s0 + KIMI_POSITION_BLOCK < positions ? s0 + KIMI_POSITION_BLOCK : positions;
+            memset(block, 0, (size_t)rank * sizeof *block);
+            for (int64_t s = s0; s < end; s++)
+                for (int64_t c = 0; c < rank; c++)
+                    block[c] = fmaf(e[s], cache[s * width + c], block[c]);
+            for (int64_t c = 0; c < rank; c++) o[c] += block[c];
+        }
+        for (int64_t c = 0; c < rank; c++) o[c] = (float)((double)o[c] / sum);
+    }
+}

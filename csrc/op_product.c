@@ -1,0 +1,86 @@
+/* op_product.c: products as operations: rows split over threads, columns of x prepared once. */
+#include "parallel.h"
+
+static int matrix_ok(const kimi_matrix *w) {
+    if (!w || !w->data || w->rows < 1 || w->cols < 1) return 0;
+    if (w->format == KIMI_BF16 || w->format == KIMI_F32) return 1;
+    return w->format == KIMI_PACKED && w->cols % 64 == 0 && w->cols <= 65536 && w->table &&
+           w->starts && w->escapes;
+}
+
+static int64_t padded(int64_t cols) { return (cols + 127) / 128 * 128; }
+
+int64_t kimi_scratch(int64_t cols, int64_t count) { return padded(cols) * count; }
+
+int kimi_product(const kimi_matrix *w, const float *x, int64_t x_stride, int64_t count, float *y,
+                 int64_t y_stride, float *scratch) {
+    if (!matrix_ok(w) || !x || !y || !scratch || count < 1) return KIMI_E_ARGUMENT;
+    int64_t stride = padded(w->cols);
+    PARALLEL_BEGIN(w->rows * w->cols * count)
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < count; t++)
+        kernels->prepare(w->format, x + t * x_stride, w->cols, scratch + t * stride);
+    int64_t lo, hi;
+    part_of(w->rows, 4, part, parts, &lo, &hi);
+    kernels->product(w, lo, hi, scratch, stride, count, y, y_stride);
+    PARALLEL_END
+    return 0;
+}
+
+int kimi_product_mxfp4(const uint8_t *packed, const uint8_t *scales, int64_t rows, int64_t cols,
+                       const float *x, int64_t x_stride, int64_t count, float *y,
+                       int64_t y_stride, float *scratch) {
+    if (!packed || !scales || !x || !y || !scratch || rows < 1 || cols < 32 || cols % 32 ||
+        count < 1)
+        return KIMI_E_ARGUMENT;
+    int64_t stride = padded(cols);
+    PARALLEL_BEGIN(rows * cols * count)
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < count; t++)
+        kernels->prepare_mxfp4(x + t * x_stride, cols, scratch + t * stride);
+    int64_t lo, hi;
+    part_of(rows, 4, part, parts, &lo, &hi);
+    kernels->product_mxfp4(packed, scales, lo, hi, cols, scratch, stride, count, y, y_stride);
+    PARALLEL_END
+    return 0;
+}
+
+int kimi_mla_absorb(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_t rope,
+                    const float *q, int64_t q_stride, int64_t count, float *out,
+                    int64_t out_stride) {
+    if (!matrix_ok(kv_b) || !q || !out || heads < 1 || nope < 1 || rope < 0 || count < 1 ||
+        kv_b->rows % heads || kv_b->rows / heads < nope)
+        return KIMI_E_ARGUMENT;
+    int64_t head_rows = kv_b->rows / heads, rank = kv_b->cols;
+    PARALLEL_BEGIN(count * heads * nope * rank)
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count * heads; i++) {
+        int64_t t = i / heads, h = i % heads;
+        const float *from = q + t * q_stride + h * (nope + rope);
+        float *into = out + t * out_stride + h * (rank + rope);
+        kernels->absorb(kv_b, h * head_rows, nope, from, into);
+        for (int64_t c = 0; c < rope; c++) into[rank + c] = from[nope + c];
+    }
+    PARALLEL_END
+    return 0;
+}
+
+int kimi_mla_values(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_t rank,
+                    const float *latent, int64_t latent_stride, int64_t count, float *y,
+                    int64_t y_stride, float *scratch) {
+    if (!matrix_ok(kv_b) || !latent || !y || !scratch || heads < 1 || nope < 0 || count < 1 ||
+        kv_b->rows % heads || kv_b->rows / heads <= nope || kv_b->cols != rank)
+        return KIMI_E_ARGUMENT;
+    int64_t head_rows = kv_b->rows / heads, values = head_rows - nope, stride = padded(rank);
+    PARALLEL_BEGIN(count * heads * values * rank)
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count * heads; i++)
+        kernels->prepare(kv_b->format, latent + i / heads * latent_stride + i % heads * rank, rank,
+                         scratch + i * stride);
+#pragma omp for schedule(static)
+    for (int64_t h = 0; h < heads; h++) /* y is shifted so that row h head_rows + nope lands on 0 */
+        kernels->product(kv_b, h * head_rows + nope, (h + 1) * head_rows, scratch + h * stride,
+                         heads * stride, count, y + h * values - (h * head_rows + nope), y_stride);
+    PARALLEL_END
+    return 0;
+}

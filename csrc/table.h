@@ -1,0 +1,68 @@
+/* table.h: the kernels that exist once per instruction set, and the table they are called through.
+ *
+ * A kernel is serial, cannot fail and owns nothing. KIMI_KERNELS lists each with its signature;
+ * an instruction set is one `kimi_table`. The operations of kimi.h split the work and call these.
+ */
+#ifndef KIMI_TABLE_H
+#define KIMI_TABLE_H
+
+#include <stddef.h>
+
+#include "kimi.h"
+
+/* Columns of X that one pass over the weights serves, and columns of W decoded at once. */
+enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
+
+#define KIMI_KERNELS(K)                                                                           \
+    /* x, cols floats -> out, padded with +0 to a multiple of 128, in the order the kernel wants */ \
+    K(prepare, (int format, const float *x, int64_t cols, float *out))                            \
+    K(prepare_mxfp4, (const float *x, int64_t cols, float *out))                                  \
+    /* rows [lo, hi) of w times `count` prepared columns */                                       \
+    K(product, (const kimi_matrix *w, int64_t lo, int64_t hi, const float *x, int64_t x_stride,   \
+                int64_t count, float *y, int64_t y_stride))                                       \
+    K(product_mxfp4, (const uint8_t *packed, const uint8_t *scales, int64_t lo, int64_t hi,       \
+                      int64_t cols, const float *x, int64_t x_stride, int64_t count, float *y,    \
+                      int64_t y_stride))                                                          \
+    K(exp, (const float *x, int64_t n, float *y))                                                 \
+    K(sigmoid, (const float *x, int64_t n, float *y))                                             \
+    K(tanh, (const float *x, int64_t n, float *y))                                                \
+    K(gate, (const float *x, const float *gate, int64_t n, float *y))                             \
+    K(situ, (const float *g, const float *u, int64_t n, float beta, float linear_beta, float *y)) \
+    K(rmsnorm, (const float *x, int64_t n, const float *weight, double eps, float *y))            \
+    K(mix, (const float *const *sources, int64_t s, int64_t offset, int64_t n, const float *norm, \
+            const float *proj, double eps, float *y))                                             \
+    K(conv, (const float *x, int64_t count, int64_t channels, int64_t lo, int64_t hi,             \
+             int64_t taps, const float *w, float *history, float *y))                             \
+    K(l2norm, (float *x, int64_t dim, double eps, double scale))                                  \
+    K(decay, (const float *z, int64_t dim, float a_log, const float *dt_bias, float lower_bound,  \
+              float *y))                                                                          \
+    K(delta, (float *state, int64_t dim, const float *q, const float *k, const float *v,          \
+              const float *decay, float beta, float *o))                                          \
+    K(absorb, (const kimi_matrix *w, int64_t lo, int64_t nope, const float *q, float *out))       \
+    K(attend, (const float *cache, int64_t positions, int64_t heads, int64_t rank, int64_t rope,  \
+               const float *q, float scale, float *out, float *scratch))                          \
+    K(expert_sum, (const float *x, const float *weights, int64_t k, int64_t n, float *y))
+
+#define KIMI_POINTER(name, args) void(*name) args;
+typedef struct {
+    KIMI_KERNELS(KIMI_POINTER)
+} kimi_table;
+#undef KIMI_POINTER
+
+#define KIMI_DECLARE_BASE(name, args) void name##_base args;
+#define KIMI_DECLARE_FMA(name, args) void name##_fma args;
+#define KIMI_DECLARE_AVX2(name, args) void name##_avx2 args;
+KIMI_KERNELS(KIMI_DECLARE_BASE)
+#if defined(__x86_64__)
+KIMI_KERNELS(KIMI_DECLARE_FMA)
+KIMI_KERNELS(KIMI_DECLARE_AVX2)
+#endif
+
+/* Heads that one call of `attend` takes together, so that a cache row is loaded once for them. */
+enum { KIMI_HEAD_GROUP = 4 };
+
+/* The table in use, chosen by kimi_isa_set. */
+const kimi_table *kimi_kernels(void);
+int kimi_threads(void);
+
+#endif

@@ -1,0 +1,483 @@
+"""The one door to the compiled extension: checks shapes, types and contiguity, then calls C.
+
+Arrays are numpy float32 unless said otherwise. A two-dimensional argument may be strided by rows;
+its last axis is contiguous. Nothing here keeps a pointer beyond the call, except `Matrix`, which
+keeps its arrays alive. The GIL is released in every call: an array belongs to one call at a time.
+Settings (`set_isa`, `set_threads`) are process-wide and must not be changed while a call runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kimi_cli._native import ffi, lib
+from kimi_cli.errors import KimiError, UsageError
+
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+
+
+class Format(IntEnum):
+    """How the weights of a dense product are stored."""
+
+    BF16 = lib.KIMI_BF16
+    F32 = lib.KIMI_F32
+    PACKED = lib.KIMI_PACKED
+
+
+ISAS = {
+    "scalar": lib.KIMI_ISA_SCALAR,
+    "avx2": lib.KIMI_ISA_AVX2,
+    "avx512": lib.KIMI_ISA_AVX512,
+    "neon": lib.KIMI_ISA_NEON,
+}
+MAX_THREADS: int = lib.KIMI_MAX_THREADS
+PACKED_BLOCK = 64
+PACKED_BLOCK_BYTES = 96
+
+
+def supported_isas() -> list[str]:
+    """Names of the instruction sets this CPU and this build have, slowest first."""
+    return [name for name, number in ISAS.items() if lib.kimi_isa_supported(number)]
+
+
+def set_isa(name: str) -> str:
+    """Selects an instruction set, `auto` being the best there is; returns its name."""
+    chosen = supported_isas()[-1] if name == "auto" else name
+    if chosen not in ISAS or lib.kimi_isa_set(ISAS[chosen]) != 0:
+        have = ", ".join(supported_isas())
+        raise UsageError(f"instruction set {name!r} is not available here: this CPU has {have}")
+    return chosen
+
+
+def isa() -> str:
+    """Name of the instruction set in use."""
+    return next(name for name, number in ISAS.items() if number == lib.kimi_isa())
+
+
+def set_threads(count: int) -> None:
+    """Number of threads an operation may use, 1 to MAX_THREADS."""
+    if lib.kimi_threads_set(count) != 0:
+        raise UsageError(f"{count} threads are not possible: 1 to {MAX_THREADS} are")
+
+
+def _done(status: int, name: str) -> None:
+    if status != 0:
+        raise KimiError(f"internal error: {name} refused its arguments ({status})")
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _flat(array: F32, *shape: int) -> Any:
+    """Pointer to a contiguous float32 array of exactly this shape."""
+    if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(f"want contiguous float32 {shape}, got {array.dtype} {array.shape}")
+    return ffi.cast("float *", _address(array))
+
+
+def _rows(array: F32, cols: int) -> tuple[Any, int]:
+    """Pointer to and row stride of a float32 array [count, cols] whose rows are contiguous."""
+    if array.dtype != np.float32 or array.ndim != 2 or array.shape[1] != cols:
+        raise ValueError(f"want float32 [n, {cols}], got {array.dtype} {array.shape}")
+    if array.strides[1] != 4 or array.strides[0] % 4:
+        raise ValueError("want rows that are contiguous")
+    return ffi.cast("float *", _address(array)), array.strides[0] // 4
+
+
+class Matrix:
+    """`rows` x `cols` weights somewhere in memory, ready to be multiplied.
+
+    `data` is bytes: [rows, cols] bf16 or float32, or packed rows. `starts` (uint32 [rows + 1]) and
+    `escapes` (uint32), with `table` (uint8 [16]), belong to the packed format. `starts` may be a
+    slice of a longer matrix's: it need not begin at 0.
+    """
+
+    __slots__ = ("_kept", "cols", "format", "rows", "struct")
+
+    def __init__(
+        self,
+        fmt: Format,
+        rows: int,
+        cols: int,
+        data: U8,
+        table: U8 | None = None,
+        starts: NDArray[np.uint32] | None = None,
+        escapes: NDArray[np.uint32] | None = None,
+    ) -> None:
+        if data.nbytes < row_bytes(fmt, cols) * rows or not data.flags.c_contiguous:
+            raise ValueError(f"{rows} x {cols} weights do not lie in {data.nbytes} bytes")
+        self.format, self.rows, self.cols = fmt, rows, cols
+        struct = ffi.new("kimi_matrix *")
+        struct.format, struct.rows, struct.cols = int(fmt), rows, cols
+        struct.data = ffi.cast("void *", _address(data))
+        if fmt == Format.PACKED:
+            if table is None or starts is None or escapes is None:
+                raise ValueError("packed weights need a table, starts and escapes")
+            if len(table) != 16 or len(starts) != rows + 1 or int(starts[-1]) > len(escapes):
+                raise ValueError("table, starts or escapes of the wrong length")
+            struct.table = ffi.cast("uint8_t *", _address(table))
+            struct.starts = ffi.cast("uint32_t *", _address(starts))
+            struct.escapes = ffi.cast("uint32_t *", _address(escapes) or 1)
+        self.struct = struct
+        self._kept = (data, table, starts, escapes)
+
+
+def row_bytes(fmt: Format, cols: int) -> int:
+    """Stored bytes of one row."""
+    if fmt == Format.PACKED:
+        return cols // PACKED_BLOCK * PACKED_BLOCK_BYTES
+    return cols * (2 if fmt == Format.BF16 else 4)
+
+
+def scratch_floats(cols: int, count: int) -> int:
+    """Floats of scratch that a product of `count` columns of length `cols` needs."""
+    return int(lib.kimi_scratch(cols, count))
+
+
+def _scratch(scratch: F32, floats: int) -> Any:
+    if scratch.size < floats:
+        raise ValueError(f"scratch of {scratch.size} floats, {floats} are needed")
+    return _flat(scratch, scratch.size)
+
+
+def product(w: Matrix, x: F32, y: F32, scratch: F32) -> None:
+    """y [count, rows] = x [count, cols] W^T, in the dense product's order."""
+    x_ptr, x_stride = _rows(x, w.cols)
+    y_ptr, y_stride = _rows(y, w.rows)
+    if len(x) != len(y):
+        raise ValueError("x and y differ in count")
+    work = _scratch(scratch, scratch_floats(w.cols, len(x)))
+    _done(
+        lib.kimi_product(w.struct, x_ptr, x_stride, len(x), y_ptr, y_stride, work), "kimi_product"
+    )
+
+
+def product_mxfp4(packed: U8, scales: U8, x: F32, y: F32, scratch: F32) -> None:
+    """y [count, rows] = x [count, cols] W^T; packed [rows, cols/2] and scales [rows, cols/32]."""
+    rows, cols = packed.shape[0], packed.shape[1] * 2
+    if scales.shape != (rows, cols // 32) or cols % 32:
+        raise ValueError(f"scales {scales.shape} do not fit packed {packed.shape}")
+    if not (packed.flags.c_contiguous and scales.flags.c_contiguous):
+        raise ValueError("expert weights must be contiguous")
+    x_ptr, x_stride = _rows(x, cols)
+    y_ptr, y_stride = _rows(y, rows)
+    if len(x) != len(y):
+        raise ValueError("x and y differ in count")
+    status = lib.kimi_product_mxfp4(
+        ffi.cast("uint8_t *", _address(packed)),
+        ffi.cast("uint8_t *", _address(scales)),
+        rows,
+        cols,
+        x_ptr,
+        x_stride,
+        len(x),
+        y_ptr,
+        y_stride,
+        _scratch(scratch, scratch_floats(cols, len(x))),
+    )
+    _done(status, "kimi_product_mxfp4")
+
+
+def scale_nan(scales: U8) -> int:
+    """Index of the first scale byte that means NaN, or -1."""
+    pointer = ffi.from_buffer("uint8_t[]", scales)
+    return int(lib.kimi_scale_nan(pointer, scales.size))
+
+
+def crc32c(data: Any, start: int = 0) -> int:
+    """CRC-32C of a bytes-like object; `start` is the CRC of what went before."""
+    view = ffi.from_buffer(data)
+    return int(lib.kimi_crc32c(start, view, len(view)))
+
+
+def pack_histogram(weights: NDArray[np.uint16], counts: NDArray[np.int64]) -> None:
+    """Adds to counts [256] how often each high byte occurs in bf16 `weights`."""
+    if counts.shape != (256,) or counts.dtype != np.int64 or weights.dtype != np.uint16:
+        raise ValueError("want uint16 weights and int64 counts [256]")
+    pointer = ffi.from_buffer("uint16_t[]", weights)
+    into = ffi.from_buffer("int64_t[]", counts, require_writable=True)
+    _done(lib.kimi_pack_histogram(pointer, weights.size, into), "kimi_pack_histogram")
+
+
+def pack_escapes(weights: NDArray[np.uint16], table: U8) -> int:
+    """How many bf16 `weights` have a high byte that is not in table [16]."""
+    if weights.dtype != np.uint16 or table.shape != (16,):
+        raise ValueError("want uint16 weights and a table of 16 bytes")
+    return int(
+        lib.kimi_pack_escapes(
+            ffi.from_buffer("uint16_t[]", weights), weights.size, ffi.from_buffer("uint8_t[]", table)
+        )
+    )
+
+
+def pack_rows(
+    weights: NDArray[np.uint16],
+    table: U8,
+    packed: U8,
+    starts: NDArray[np.uint32],
+    escapes: NDArray[np.uint32],
+) -> None:
+    """Packs bf16 weights [rows, cols] (cols a multiple of 64).
+
+    Writes packed [rows, cols/64*96], starts [rows + 1] continuing from starts[0], and
+    escapes[starts[0] : starts[-1]], which must have room.
+    """
+    rows, cols = weights.shape
+    if packed.shape != (rows, row_bytes(Format.PACKED, cols)) or starts.shape != (rows + 1,):
+        raise ValueError("packed or starts of the wrong shape")
+    if int(starts[0]) + pack_escapes(weights, table) > len(escapes):
+        raise ValueError("no room for the escapes")
+    status = lib.kimi_pack_rows(
+        ffi.from_buffer("uint16_t[]", weights),
+        rows,
+        cols,
+        ffi.from_buffer("uint8_t[]", table),
+        ffi.from_buffer("uint8_t[]", packed, require_writable=True),
+        ffi.from_buffer("uint32_t[]", starts, require_writable=True),
+        ffi.cast("uint32_t *", _address(escapes) or 1),
+    )
+    _done(status, "kimi_pack_rows")
+
+
+def unpack_rows(w: Matrix, out: NDArray[np.uint16]) -> None:
+    """Exact bf16 weights [rows, cols] of a packed matrix."""
+    if out.shape != (w.rows, w.cols) or out.dtype != np.uint16 or not out.flags.c_contiguous:
+        raise ValueError(f"want contiguous uint16 [{w.rows}, {w.cols}]")
+    _done(lib.kimi_unpack_rows(w.struct, ffi.cast("uint16_t *", _address(out))), "kimi_unpack_rows")
+
+
+def widen(fmt: Format, source: U8, out: F32) -> None:
+    """Exact float32 values of bf16 or float32 bytes; any alignment."""
+    if source.nbytes != out.size * (2 if fmt == Format.BF16 else 4):
+        raise ValueError(f"{source.nbytes} bytes do not hold {out.size} values")
+    status = lib.kimi_widen(
+        int(fmt), ffi.cast("void *", _address(source)), out.size, _flat(out, *out.shape)
+    )
+    _done(status, "kimi_widen")
+
+
+def _elementwise(name: str, x: F32, y: F32) -> None:
+    status = getattr(lib, name)(_flat(x, *x.shape), x.size, _flat(y, *x.shape))
+    _done(status, name)
+
+
+def exp(x: F32, y: F32) -> None:
+    """y = e^x."""
+    _elementwise("kimi_exp", x, y)
+
+
+def sigmoid(x: F32, y: F32) -> None:
+    """y = 1 / (1 + e^-x); y may be x."""
+    _elementwise("kimi_sigmoid", x, y)
+
+
+def tanh(x: F32, y: F32) -> None:
+    """y = tanh x."""
+    _elementwise("kimi_tanh", x, y)
+
+
+def add(x: F32, y: F32) -> None:
+    """y = y + x."""
+    _elementwise("kimi_add", x, y)
+
+
+def gate(x: F32, by: F32, y: F32) -> None:
+    """y = x sigmoid(by); y may be x."""
+    status = lib.kimi_gate(
+        _flat(x, *x.shape), _flat(by, *x.shape), x.size, _flat(y, *x.shape)
+    )
+    _done(status, "kimi_gate")
+
+
+def situ(g: F32, u: F32, beta: float, linear_beta: float, y: F32) -> None:
+    """y = beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta); y may be g or u."""
+    status = lib.kimi_situ(
+        _flat(g, *g.shape), _flat(u, *g.shape), g.size, beta, linear_beta, _flat(y, *g.shape)
+    )
+    _done(status, "kimi_situ")
+
+
+def rmsnorm(x: F32, weight: F32, eps: float, y: F32) -> None:
+    """Row-wise RMS norm of x [count, n] into y [count, n], both perhaps strided; y may be x."""
+    n = x.shape[1]
+    x_ptr, x_stride = _rows(x, n)
+    y_ptr, y_stride = _rows(y, n)
+    status = lib.kimi_rmsnorm(x_ptr, x_stride, len(x), n, _flat(weight, n), eps, y_ptr, y_stride)
+    _done(status, "kimi_rmsnorm")
+
+
+def mix(sources: Sequence[F32], norm: F32, proj: F32, eps: float, y: F32) -> None:
+    """Attention residual of sources [count, n] each, into y [count, n] (not one of them)."""
+    count, n = y.shape
+    pointers = ffi.new("float *[]", [_flat(s, count, n) for s in sources])
+    status = lib.kimi_mix(
+        pointers, len(sources), count, n, _flat(norm, n), _flat(proj, n), eps, _flat(y, count, n)
+    )
+    _done(status, "kimi_mix")
+
+
+def conv(x: F32, weight: F32, history: F32, y: F32) -> None:
+    """Causal depthwise convolution and SiLU of x [count, channels]; weight [channels, taps].
+
+    history [taps - 1, channels] holds the columns before x and is moved on. y is not x.
+    """
+    count, channels = x.shape
+    taps = weight.shape[1]
+    status = lib.kimi_conv(
+        _flat(x, count, channels),
+        count,
+        channels,
+        taps,
+        _flat(weight, channels, taps),
+        _flat(history, taps - 1, channels),
+        _flat(y, count, channels),
+    )
+    _done(status, "kimi_conv")
+
+
+def l2norm(x: F32, eps: float, scale: float) -> None:
+    """x [count, heads, dim] /= sqrt(sum of squares + eps) per head, times scale, in place."""
+    _done(lib.kimi_l2norm(_flat(x, *x.shape), *x.shape, eps, scale), "kimi_l2norm")
+
+
+def decay(z: F32, a_log: F32, dt_bias: F32, lower_bound: float, y: F32) -> None:
+    """Factors exp(g) that decay the KDA state; z, y [count, heads, dim], a_log [heads]."""
+    _, heads, dim = z.shape
+    status = lib.kimi_decay(
+        _flat(z, *z.shape),
+        *z.shape,
+        _flat(a_log, heads),
+        _flat(dt_bias, heads * dim),
+        lower_bound,
+        _flat(y, *z.shape),
+    )
+    _done(status, "kimi_decay")
+
+
+def delta(state: F32, q: F32, k: F32, v: F32, factors: F32, beta: F32, o: F32) -> None:
+    """Delta-rule steps. state [heads, dim, dim]; the rest [count, heads, dim]; beta [count, heads]."""
+    count, heads, dim = q.shape
+    status = lib.kimi_delta(
+        _flat(state, heads, dim, dim),
+        count,
+        heads,
+        dim,
+        *(_flat(a, count, heads, dim) for a in (q, k, v, factors)),
+        _flat(beta, count, heads),
+        _flat(o, count, heads, dim),
+    )
+    _done(status, "kimi_delta")
+
+
+def gated_norm(x: F32, by: F32, weight: F32, eps: float, y: F32) -> None:
+    """y = rmsnorm(x) sigmoid(by) within each head; x, by, y [count, heads, dim]; weight [dim]."""
+    status = lib.kimi_gated_norm(
+        _flat(x, *x.shape),
+        _flat(by, *x.shape),
+        *x.shape,
+        _flat(weight, x.shape[2]),
+        eps,
+        _flat(y, *x.shape),
+    )
+    _done(status, "kimi_gated_norm")
+
+
+def mla_absorb(kv_b: Matrix, heads: int, nope: int, rope: int, q: F32, out: F32) -> None:
+    """Queries in latent space: q [count, heads (nope + rope)] -> out [count, heads (rank + rope)].
+
+    `kv_b` holds just these heads' rows, (nope + value) each.
+    """
+    q_ptr, q_stride = _rows(q, heads * (nope + rope))
+    out_ptr, out_stride = _rows(out, heads * (kv_b.cols + rope))
+    status = lib.kimi_mla_absorb(
+        kv_b.struct, heads, nope, rope, q_ptr, q_stride, len(q), out_ptr, out_stride
+    )
+    _done(status, "kimi_mla_absorb")
+
+
+def mla_scratch_floats(positions: int) -> int:
+    """Floats of scratch that attention over `positions` cached positions needs."""
+    return int(lib.kimi_mla_scratch(positions))
+
+
+def mla_attend(cache: F32, start: int, rope: int, q: F32, scale: float, out: F32, work: F32) -> None:
+    """Latent attention: q [count, heads, rank + rope] over cache [>= start + count, rank + rope].
+
+    Token t sees the first start + t + 1 positions. out [count, heads, rank].
+    """
+    count, heads, width = q.shape
+    if cache.shape[0] < start + count or cache.shape[1] != width:
+        raise ValueError(f"cache {cache.shape} is too small for {start} + {count} positions")
+    status = lib.kimi_mla_attend(
+        _flat(cache, *cache.shape),
+        start,
+        count,
+        heads,
+        width - rope,
+        rope,
+        _flat(q, count, heads, width),
+        scale,
+        _flat(out, count, heads, width - rope),
+        _scratch(work, mla_scratch_floats(start + count)),
+    )
+    _done(status, "kimi_mla_attend")
+
+
+def mla_values(kv_b: Matrix, heads: int, nope: int, latent: F32, y: F32, scratch: F32) -> None:
+    """y [count, heads value] = W_v[h] latent[t, h]; latent [count, heads rank]."""
+    count, rank = len(latent), kv_b.cols
+    latent_ptr, latent_stride = _rows(latent, heads * rank)
+    y_ptr, y_stride = _rows(y, heads * (kv_b.rows // heads - nope))
+    status = lib.kimi_mla_values(
+        kv_b.struct,
+        heads,
+        nope,
+        rank,
+        latent_ptr,
+        latent_stride,
+        count,
+        y_ptr,
+        y_stride,
+        _scratch(scratch, scratch_floats(rank, count * heads)),
+    )
+    _done(status, "kimi_mla_values")
+
+
+def route(logits: F32, bias: F32, factor: float, ids: NDArray[np.int32], weights: F32) -> None:
+    """Top experts of logits [count, experts] into ids and weights [count, k], best first."""
+    count, experts = logits.shape
+    k = ids.shape[1]
+    if ids.dtype != np.int32 or ids.shape != (count, k) or not ids.flags.c_contiguous:
+        raise ValueError(f"want contiguous int32 ids [{count}, k]")
+    status = lib.kimi_route(
+        _flat(logits, count, experts),
+        _flat(bias, experts),
+        count,
+        experts,
+        k,
+        factor,
+        ffi.cast("int32_t *", _address(ids)),
+        _flat(weights, count, k),
+    )
+    _done(status, "kimi_route")
+
+
+def expert_sum(x: F32, weights: F32, y: F32) -> None:
+    """y [count, n] = sum over k, in order, of weights [count, k] times x [count, k, n]."""
+    status = lib.kimi_expert_sum(
+        _flat(x, *x.shape), _flat(weights, *x.shape[:2]), *x.shape, _flat(y, x.shape[0], x.shape[2])
+    )
+    _done(status, "kimi_expert_sum")
+
+
+def argmax(x: F32) -> int:
+    """Index of the largest of x [n], the lowest on a tie; -1 if any value is not finite."""
+    return int(lib.kimi_argmax(_flat(x, x.size), x.size))
