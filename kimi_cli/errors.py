@@ -11,8 +11,8 @@
     |- ReadError              1  a read failed, or bytes do not match their checksum
     `- NumericError           1  a non-finite number where none may be
 
-A message is one sentence with the path, the wanted and the found value and, where known, the command
-that fixes it.
+A message is one sentence with the path, the wanted and the found value and, where known, the
+command that fixes it.
 """
 
 from __future__ import annotations

@@ -76,6 +76,13 @@ def _address(array: NDArray[Any]) -> int:
     return address
 
 
+def _raw(array: NDArray[Any], dtype: Any) -> int:
+    """Address of a contiguous array of exactly this dtype."""
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"want contiguous {np.dtype(dtype)}, got {array.dtype}")
+    return _address(array)
+
+
 def _flat(array: F32, *shape: int) -> Any:
     """Pointer to a contiguous float32 array of exactly this shape."""
     if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
@@ -123,9 +130,9 @@ class Matrix:
                 raise ValueError("packed weights need a table, starts and escapes")
             if len(table) != 16 or len(starts) != rows + 1 or int(starts[-1]) > len(escapes):
                 raise ValueError("table, starts or escapes of the wrong length")
-            struct.table = ffi.cast("uint8_t *", _address(table))
-            struct.starts = ffi.cast("uint32_t *", _address(starts))
-            struct.escapes = ffi.cast("uint32_t *", _address(escapes) or 1)
+            struct.table = ffi.cast("uint8_t *", _raw(table, np.uint8))
+            struct.starts = ffi.cast("uint32_t *", _raw(starts, np.uint32))
+            struct.escapes = ffi.cast("uint32_t *", _raw(escapes, np.uint32) or 1)
         self.struct = struct
         self._kept = (data, table, starts, escapes)
 
@@ -165,15 +172,13 @@ def product_mxfp4(packed: U8, scales: U8, x: F32, y: F32, scratch: F32) -> None:
     rows, cols = packed.shape[0], packed.shape[1] * 2
     if scales.shape != (rows, cols // 32) or cols % 32:
         raise ValueError(f"scales {scales.shape} do not fit packed {packed.shape}")
-    if not (packed.flags.c_contiguous and scales.flags.c_contiguous):
-        raise ValueError("expert weights must be contiguous")
     x_ptr, x_stride = _rows(x, cols)
     y_ptr, y_stride = _rows(y, rows)
     if len(x) != len(y):
         raise ValueError("x and y differ in count")
     status = lib.kimi_product_mxfp4(
-        ffi.cast("uint8_t *", _address(packed)),
-        ffi.cast("uint8_t *", _address(scales)),
+        ffi.cast("uint8_t *", _raw(packed, np.uint8)),
+        ffi.cast("uint8_t *", _raw(scales, np.uint8)),
         rows,
         cols,
         x_ptr,
@@ -209,11 +214,13 @@ def pack_histogram(weights: NDArray[np.uint16], counts: NDArray[np.int64]) -> No
 
 def pack_escapes(weights: NDArray[np.uint16], table: U8) -> int:
     """How many bf16 `weights` have a high byte that is not in table [16]."""
-    if weights.dtype != np.uint16 or table.shape != (16,):
+    if weights.dtype != np.uint16 or table.shape != (16,) or table.dtype != np.uint8:
         raise ValueError("want uint16 weights and a table of 16 bytes")
     return int(
         lib.kimi_pack_escapes(
-            ffi.from_buffer("uint16_t[]", weights), weights.size, ffi.from_buffer("uint8_t[]", table)
+            ffi.from_buffer("uint16_t[]", weights),
+            weights.size,
+            ffi.from_buffer("uint8_t[]", table),
         )
     )
 
@@ -240,9 +247,9 @@ def pack_rows(
         rows,
         cols,
         ffi.from_buffer("uint8_t[]", table),
-        ffi.from_buffer("uint8_t[]", packed, require_writable=True),
-        ffi.from_buffer("uint32_t[]", starts, require_writable=True),
-        ffi.cast("uint32_t *", _address(escapes) or 1),
+        ffi.cast("uint8_t *", _raw(packed, np.uint8)),
+        ffi.cast("uint32_t *", _raw(starts, np.uint32)),
+        ffi.cast("uint32_t *", _raw(escapes, np.uint32) or 1),
     )
     _done(status, "kimi_pack_rows")
 
@@ -259,7 +266,7 @@ def widen(fmt: Format, source: U8, out: F32) -> None:
     if source.nbytes != out.size * (2 if fmt == Format.BF16 else 4):
         raise ValueError(f"{source.nbytes} bytes do not hold {out.size} values")
     status = lib.kimi_widen(
-        int(fmt), ffi.cast("void *", _address(source)), out.size, _flat(out, *out.shape)
+        int(fmt), ffi.cast("void *", _raw(source, np.uint8)), out.size, _flat(out, *out.shape)
     )
     _done(status, "kimi_widen")
 
@@ -291,9 +298,7 @@ def add(x: F32, y: F32) -> None:
 
 def gate(x: F32, by: F32, y: F32) -> None:
     """y = x sigmoid(by); y may be x."""
-    status = lib.kimi_gate(
-        _flat(x, *x.shape), _flat(by, *x.shape), x.size, _flat(y, *x.shape)
-    )
+    status = lib.kimi_gate(_flat(x, *x.shape), _flat(by, *x.shape), x.size, _flat(y, *x.shape))
     _done(status, "kimi_gate")
 
 
@@ -310,6 +315,8 @@ def rmsnorm(x: F32, weight: F32, eps: float, y: F32) -> None:
     n = x.shape[1]
     x_ptr, x_stride = _rows(x, n)
     y_ptr, y_stride = _rows(y, n)
+    if len(x) != len(y):
+        raise ValueError("x and y differ in count")
     status = lib.kimi_rmsnorm(x_ptr, x_stride, len(x), n, _flat(weight, n), eps, y_ptr, y_stride)
     _done(status, "kimi_rmsnorm")
 
@@ -363,7 +370,9 @@ def decay(z: F32, a_log: F32, dt_bias: F32, lower_bound: float, y: F32) -> None:
 
 
 def delta(state: F32, q: F32, k: F32, v: F32, factors: F32, beta: F32, o: F32) -> None:
-    """Delta-rule steps. state [heads, dim, dim]; the rest [count, heads, dim]; beta [count, heads]."""
+    """Delta-rule steps: state [heads, dim, dim], beta [count, heads], the rest
+    [count, heads, dim].
+    """
     count, heads, dim = q.shape
     status = lib.kimi_delta(
         _flat(state, heads, dim, dim),
@@ -397,6 +406,8 @@ def mla_absorb(kv_b: Matrix, heads: int, nope: int, rope: int, q: F32, out: F32)
     """
     q_ptr, q_stride = _rows(q, heads * (nope + rope))
     out_ptr, out_stride = _rows(out, heads * (kv_b.cols + rope))
+    if len(q) != len(out):
+        raise ValueError("q and out differ in count")
     status = lib.kimi_mla_absorb(
         kv_b.struct, heads, nope, rope, q_ptr, q_stride, len(q), out_ptr, out_stride
     )
@@ -408,7 +419,9 @@ def mla_scratch_floats(positions: int) -> int:
     return int(lib.kimi_mla_scratch(positions))
 
 
-def mla_attend(cache: F32, start: int, rope: int, q: F32, scale: float, out: F32, work: F32) -> None:
+def mla_attend(
+    cache: F32, start: int, rope: int, q: F32, scale: float, out: F32, work: F32
+) -> None:
     """Latent attention: q [count, heads, rank + rope] over cache [>= start + count, rank + rope].
 
     Token t sees the first start + t + 1 positions. out [count, heads, rank].
@@ -436,6 +449,8 @@ def mla_values(kv_b: Matrix, heads: int, nope: int, latent: F32, y: F32, scratch
     count, rank = len(latent), kv_b.cols
     latent_ptr, latent_stride = _rows(latent, heads * rank)
     y_ptr, y_stride = _rows(y, heads * (kv_b.rows // heads - nope))
+    if count != len(y):
+        raise ValueError("latent and y differ in count")
     status = lib.kimi_mla_values(
         kv_b.struct,
         heads,

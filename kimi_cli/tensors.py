@@ -85,7 +85,7 @@ def expert_bytes(config: Config) -> int:
 
 @lru_cache(maxsize=256)
 def layer_tensors(config: Config, layer: int) -> tuple[Tensor, ...]:
-    """The tensors of zero-based `layer`, experts left out: vectors, then matrices in order of use."""
+    """The tensors of zero-based `layer` but experts: vectors, then matrices in order of use."""
     hidden, prefix = config.hidden_size, layer_prefix(layer)
 
     def vector(name: str, *shapes: tuple[int, ...], padded: bool = False) -> Tensor:

@@ -1,0 +1,161 @@
+"""The command line: options to calls. It computes nothing, and imports what a command needs only
+when that command runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kimi_cli import console
+
+if TYPE_CHECKING:
+    from kimi_cli.answer import Settings
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+ISAS = ["auto", "scalar", "avx2", "avx512", "neon"]
+THINKING = ["off", "low", "medium", "high", "max"]
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Bytes of a memory size; 0 for auto."""
+    from kimi_cli.units import parse_size
+
+    return 0 if value == "auto" else parse_size(value)
+
+
+FOLDER = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+def model_options(command: Command) -> Command:
+    """Where the checkpoint and its trunk are."""
+    model = click.option(
+        "-m", "--model", type=FOLDER, envvar="KIMI_MODEL", help="Checkpoint directory."
+    )
+    trunk = click.option(
+        "--trunk", type=FOLDER, envvar="KIMI_TRUNK", help="Trunk directory [MODEL/kimi-trunk]."
+    )
+    return model(trunk(command))
+
+
+def engine_options(command: Command) -> Command:
+    """What the engine may use."""
+    options = [
+        click.option("--ram", callback=_size, default="auto", help="Memory limit: 8G, 512M, auto."),
+        click.option("--threads", type=click.IntRange(1), help="Threads [all processors]."),
+        click.option("--prefill-chunk", type=click.IntRange(1), help="Prompt tokens per pass."),
+        click.option("--isa", type=click.Choice(ISAS), default="auto", help="Instruction set."),
+        click.option("--context", type=click.IntRange(1), help="Positions [prompt and answer]."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kimi-k3-cpu", prog_name="kimi")
+def cli() -> None:
+    """Run Kimi K3 on this CPU, exactly, in as little memory as you allow.
+
+    Example: kimi generate "Why is the sky blue?" -m ~/Kimi-K3 --ram 8G
+    """
+
+
+@cli.command()
+@click.option("-m", "--model", type=FOLDER, envvar="KIMI_MODEL", required=True)
+@click.option("--out", type=FOLDER, help="Where to write the trunk [MODEL/kimi-trunk].")
+@click.option("--plain", is_flag=True, help="Keep bf16 as it is, do not pack to 12 bits.")
+@click.option("--quiet", is_flag=True, help="Errors only.")
+def repack(model: Path, out: Path | None, plain: bool, quiet: bool) -> None:
+    """Write the trunk: once per checkpoint, resumable.
+
+    Example: kimi repack -m ~/Kimi-K3
+    """
+    from kimi_cli.progress import Progress
+    from kimi_cli.repack import repack as run
+
+    with Progress("repack", "B", quiet) as report:
+        directory = run(model, out, plain=plain, report=report)
+    if not quiet:
+        console.note(f"trunk: {directory}")
+
+
+@cli.command()
+@click.argument("prompt", required=False)
+@model_options
+@engine_options
+@click.option("--raw", is_flag=True, help="Continue the text as it stands, no chat format.")
+@click.option("--ids", help="Token ids instead of text: 1,2,3.")
+@click.option("--prompt-file", type=FILE, help="Read the prompt from a file; - is stdin.")
+@click.option("--messages", type=FILE, help="A conversation, OpenAI style, as JSON.")
+@click.option("--system", help="A system message before the prompt.")
+@click.option("--thinking", type=click.Choice(THINKING), default="off", help="Effort of thinking.")
+@click.option("-n", "--max-tokens", type=click.IntRange(0), default=128, help="[128]")
+@click.option("--ignore-eos", is_flag=True, help="Do not stop at an end token.")
+@click.option("--logits", type=FILE, help="Write the logits of generated tokens (.npy).")
+@click.option("--all-logits", type=FILE, help="Write the logits of the prompt (.npy).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@click.option("--quiet", is_flag=True, help="Errors only on stderr.")
+def generate(**options: Any) -> None:
+    """Answer PROMPT, or continue it with --raw.
+
+    Example: kimi generate "Why is the sky blue?" -n 20
+    """
+    from kimi_cli.answer import answer
+    from kimi_cli.prompt import Given
+
+    given = Given(
+        text=options["prompt"],
+        ids=options["ids"],
+        file=options["prompt_file"],
+        messages=options["messages"],
+        raw=options["raw"],
+        system=options["system"],
+        thinking=options["thinking"],
+    )
+    answer(
+        _settings(options),
+        given,
+        max_tokens=options["max_tokens"],
+        ignore_eos=options["ignore_eos"],
+        logits=options["logits"],
+        all_logits=options["all_logits"],
+        as_json=options["as_json"],
+        quiet=options["quiet"],
+    )
+
+
+@cli.command()
+@click.option("--isa", type=click.Choice(ISAS), help="Only this instruction set.")
+def selftest(isa: str | None) -> None:
+    """Check the installed program against golden vectors, on this CPU.
+
+    Example: kimi selftest
+    """
+    from kimi_cli.selftest import selftest as run
+
+    run(isa)
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    from kimi_cli.answer import Settings
+
+    return Settings(
+        model=options["model"],
+        trunk=options["trunk"],
+        ram=options["ram"],
+        threads=options["threads"],
+        chunk=options["prefill_chunk"],
+        isa=options["isa"],
+        context=options["context"],
+    )
+
+
+def main() -> None:
+    """The `kimi` command."""
+    sys.exit(console.run(lambda: cli.main(standalone_mode=False)))

@@ -1,0 +1,122 @@
+"""One opened model under one plan: weights, experts, state and reader threads, closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from kimi_cli import native
+from kimi_cli.config import Config, load_config
+from kimi_cli.errors import BudgetError
+from kimi_cli.experts import Experts
+from kimi_cli.memory import peak_rss, rss
+from kimi_cli.model import Model, Progress, Trace
+from kimi_cli.native import F32
+from kimi_cli.plan import Plan, Request, make_plan, walk
+from kimi_cli.state import State
+from kimi_cli.stream import Reader
+from kimi_cli.trunk import Trunk
+from kimi_cli.units import format_size
+from kimi_cli.weights import Weights
+
+READERS = 4
+"""Threads that read; they sleep in the kernel while they do."""
+SEGMENT_OBJECTS = 640
+"""Python bytes that one segment of the walk costs in tables and matrices."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint with its trunk, opened and checked; no weights are in memory."""
+
+    config: Config
+    trunk: Trunk
+
+    @classmethod
+    def open(cls, model_dir: Path, trunk_dir: Path | None = None) -> Source:
+        """Raises ConfigError and TrunkError."""
+        config = load_config(model_dir)
+        return cls(config, Trunk.open(trunk_dir or model_dir / "kimi-trunk", model_dir, config))
+
+
+def plan_for(source: Source, request: Request, budget: int, tokenizer: int = 0) -> Plan:
+    """The plan for this process as it stands; `tokenizer` bytes of it are the tokenizer's.
+
+    Raises BudgetError when it cannot fit.
+    """
+    if peak_rss() > budget:
+        raise BudgetError(
+            f"--ram {format_size(budget)} is less than the {format_size(peak_rss())} that the "
+            "program itself has needed so far"
+        )
+    base = {
+        "interpreter": rss() - tokenizer,
+        "tokenizer": tokenizer,
+        "manifest": len(walk(source.trunk.units)) * SEGMENT_OBJECTS,
+    }
+    whole = bool(source.trunk.experts.whole[source.config.first_k_dense_replace :].all())
+    return make_plan(source.config, source.trunk.units, request, budget, base, whole)
+
+
+class Engine:
+    """A model ready to compute; a context manager. Not for two threads at once."""
+
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        trace: Trace | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config, self.plan = source.config, plan
+        native.set_threads(plan.threads)
+        self._reader = Reader(plan.readers)
+        trunk = source.trunk
+        self.weights = Weights(trunk, plan, self._reader)
+        self.experts = Experts(
+            source.config, trunk.experts, trunk.shards, plan.slots, plan.slot_bytes, self._reader
+        )
+        self.model = Model(
+            source.config, trunk, self.weights, self.experts, plan.buffers, trace, progress
+        )
+        self.state = State(source.config, plan.context)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._reader.close()
+        self.model.close()
+        self.experts.close()
+        self.weights.close()
+
+    def load(self, report: Callable[[int, int], None] | None = None) -> None:
+        """Reads what the plan pins; before the first token."""
+        self.weights.load(report)
+
+    def prefill(self, ids: Sequence[int], all_logits: bool, then: bool) -> Iterator[F32]:
+        """Feeds a prompt in chunks; yields logits: [T, vocab] of every chunk, or only the last
+        token's [1, vocab]. `then` tells whether a token will be asked for afterwards."""
+        chunk = self.plan.chunk
+        pieces = [ids[at : at + chunk] for at in range(0, len(ids), chunk)]
+        modes = ["all" if all_logits else "none"] * len(pieces)
+        if not all_logits:
+            modes[-1] = "last"
+        following: list[str | None] = [*modes[1:], "last" if then else None]
+        for piece, mode, after in zip(pieces, modes, following, strict=True):
+            logits = self.model.forward(self.state, piece, mode, after)
+            if logits is not None:
+                yield logits
+
+    def step(self, token: int, then: bool) -> F32:
+        """Feeds one token; returns logits [1, vocab]. `then` tells whether another will follow."""
+        logits = self.model.forward(self.state, [token], "last", "last" if then else None)
+        assert logits is not None
+        return logits

@@ -1,0 +1,179 @@
+"""Routed experts on demand: read from the checkpoint's shards into slots, kept while there is room.
+
+For each chunk and layer: `request` says which experts are wanted and starts reading; `arrivals`
+yields each as its bytes arrive. With fewer slots than experts the rest is read as slots come free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kimi_cli import native
+from kimi_cli.cache import ExpertCache
+from kimi_cli.checkpoint import ExpertTable
+from kimi_cli.config import Config
+from kimi_cli.errors import CheckpointError, ReadError
+from kimi_cli.native import U8
+from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_up
+from kimi_cli.tensors import EXPERT_PARTS, expert_bytes, expert_prefix, expert_shapes
+
+
+class Expert(NamedTuple):
+    """The six tensors of one expert, uint8: packed [out, in/2], scale [out, in/32]."""
+
+    w1_packed: U8
+    w1_scale: U8
+    w2_packed: U8
+    w2_scale: U8
+    w3_packed: U8
+    w3_scale: U8
+
+
+class Experts:
+    """Expert slots under one plan; belongs to one thread. `close` it: it holds files."""
+
+    def __init__(
+        self,
+        config: Config,
+        table: ExpertTable,
+        shards: Sequence[Path],
+        slots: int,
+        slot_bytes: int,
+        reader: Reader,
+    ) -> None:
+        self._table, self._reader = table, reader
+        self._shapes = expert_shapes(config)
+        self._extent = expert_bytes(config)
+        memory = allocate(slots * slot_bytes)
+        self._slots = [memory[i * slot_bytes : (i + 1) * slot_bytes] for i in range(slots)]
+        self._tickets: dict[int, Ticket] = {}
+        self._offsets: list[tuple[int, ...]] = [()] * slots
+        self._cache = ExpertCache(slots)
+        self._paths = list(shards)
+        self._files: dict[int, DirectFile] = {}
+        self._layer = 0
+        self._held: list[tuple[int, int]] = []
+        self._wanted: list[int] = []
+        self._flying: list[tuple[int, int]] = []
+        self.bytes_read = 0
+        """Useful bytes: misses times the bytes of an expert."""
+        self.requests = 0
+        self.hits = 0
+
+    def close(self) -> None:
+        """Closes the files; the reader must be closed before."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def request(self, layer: int, experts: Sequence[int]) -> None:
+        """Distinct `experts` of `layer` are wanted next, the most important first."""
+        self._layer = layer
+        self.requests += len(experts)
+        self._held, self._wanted, self._flying = [], [], []
+        for expert in experts:
+            slot = self._cache.lookup((layer, expert))
+            if slot is None:
+                self._wanted.append(expert)
+            else:
+                self._held.append((expert, slot))
+        self.hits += len(self._held)
+        self._fill()
+
+    def arrivals(self) -> Iterator[tuple[int, Expert]]:
+        """Every requested expert once, in any order; an expert is gone with the next."""
+        while self._held:
+            expert, slot = self._held[-1]
+            yield expert, self._view(slot)
+            self._held.pop()
+            self._fill()
+        while self._flying:
+            entry = next((e for e in self._flying if self._tickets[e[1]].ready), self._flying[0])
+            expert, slot = entry
+            try:
+                self._tickets.pop(slot).wait()
+            except BaseException:
+                self._cache.drop((self._layer, expert))
+                raise
+            yield expert, self._view(slot)
+            self._flying.remove(entry)
+            self._fill()
+
+    def _fill(self) -> None:
+        """Starts reading what is wanted while there are slots that nobody waits for."""
+        while self._wanted:
+            busy = {slot for _, slot in self._held} | {slot for _, slot in self._flying}
+            expert = self._wanted[0]
+            slot = self._cache.place((self._layer, expert), busy)
+            if slot is None:
+                return
+            self._wanted.pop(0)
+            self._tickets[slot] = self._submit(expert, slot)
+            self._flying.append((expert, slot))
+            self.bytes_read += self._extent
+
+    def _submit(self, expert: int, slot: int) -> Ticket:
+        layer, buffer = self._layer, self._slots[slot]
+        extent = self._table.extent(layer, expert)
+        shards = self._table.shard[layer, expert]
+        offsets = self._table.offset[layer, expert]
+        sizes = [rows * cols for rows, cols in self._shapes]
+        reads = []  # (file, offset, length, place in the buffer)
+        if extent is not None:
+            reads.append((self._file(extent[0]), extent[1], self._extent, 0))
+        else:
+            at = 0
+            for shard, offset, size in zip(shards, offsets, sizes, strict=True):
+                reads.append((self._file(int(shard)), int(offset), size, at))
+                at += round_up(size + ALIGN)
+
+        def work() -> int:
+            starts: list[int] = []
+            for file, offset, length, at in reads:
+                lead = at + file.read(offset, length, buffer[at:])
+                pieces = sizes if extent is not None else [length]
+                for size in pieces:
+                    starts.append(lead)
+                    lead += size
+            self._offsets[slot] = tuple(starts)
+            self._check(layer, expert, slot)
+            return 0
+
+        return self._reader.submit(work, urgent=True)
+
+    def _check(self, layer: int, expert: int, slot: int) -> None:
+        """Refuses a scale byte that means NaN."""
+        for part, tensor in enumerate(self._view(slot)):
+            if not EXPERT_PARTS[part].endswith("weight_scale"):
+                continue
+            bad = native.scale_nan(tensor.reshape(-1))
+            if bad >= 0:
+                file = self._file(int(self._table.shard[layer, expert, part]))
+                offset = int(self._table.offset[layer, expert, part]) + bad
+                raise CheckpointError(
+                    f"{file.path}: {expert_prefix(layer, expert)}{EXPERT_PARTS[part]}: scale byte "
+                    f"255 (NaN) at offset {offset}: the shard is damaged, download it again"
+                )
+
+    def _view(self, slot: int) -> Expert:
+        whole = np.frombuffer(self._slots[slot], dtype=np.uint8)
+        return Expert(
+            *(
+                whole[start : start + rows * cols].reshape(rows, cols)
+                for start, (rows, cols) in zip(self._offsets[slot], self._shapes, strict=True)
+            )
+        )
+
+    def _file(self, shard: int) -> DirectFile:
+        """The shard, opened when first needed, on the thread that submits."""
+        file = self._files.get(shard)
+        if file is None:
+            try:
+                file = self._files[shard] = DirectFile(self._paths[shard])
+            except ReadError as error:
+                raise ReadError(f"{error}; an expert of layer {self._layer} is needed") from None
+        return file

@@ -1,0 +1,63 @@
+"""A .npy file written row by row, whose number of rows is known only at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from kimi_cli.errors import KimiError
+from kimi_cli.native import F32
+
+HEADER = 128
+
+
+class NpyWriter:
+    """float32 [n, width] rows appended to `path`. The file appears under its name in `close`."""
+
+    def __init__(self, path: Path, width: int) -> None:
+        self._path, self._width, self.rows = path, width, 0
+        self._part = path.with_name(path.name + ".part")
+        try:
+            self._file = self._part.open("wb")
+            self._file.write(self._header())
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def write(self, rows: F32) -> None:
+        """Appends rows [k, width]."""
+        try:
+            self._file.write(rows.tobytes())
+        except OSError as error:
+            raise self._failed(error) from None
+        self.rows += len(rows)
+
+    def close(self) -> None:
+        """Completes the header, syncs and publishes the file."""
+        try:
+            self._file.seek(0)
+            self._file.write(self._header())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._part, self._path)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def discard(self) -> None:
+        """Removes what was written; does nothing after `close`."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            with contextlib.suppress(OSError):
+                self._part.unlink()
+
+    def _header(self) -> bytes:
+        """numpy's format 1.0, padded to a fixed length."""
+        shape = f"({self.rows}, {self._width})"
+        text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
+        body = text.ljust(HEADER - 11) + "\n"
+        return b"\x93NUMPY\x01\x00" + (HEADER - 10).to_bytes(2, "little") + body.encode()
+
+    def _failed(self, error: OSError) -> KimiError:
+        return KimiError(f"{self._path}: cannot be written: {error.strerror}")

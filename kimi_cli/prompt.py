@@ -1,0 +1,156 @@
+"""From the prompt on the command line to the ids that are fed, and from ids back to text."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kimi_cli.channels import AnswerParser
+from kimi_cli.chat import encode_chat
+from kimi_cli.config import Config
+from kimi_cli.conversation import parse_messages
+from kimi_cli.errors import TokenizerError, UsageError
+from kimi_cli.jsonfile import parse_json
+from kimi_cli.tokenizer import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Given:
+    """The prompt options of `generate`; of text, ids, file and messages exactly one is set."""
+
+    text: str | None = None
+    ids: str | None = None
+    file: Path | None = None
+    messages: Path | None = None
+    raw: bool = False
+    system: str | None = None
+    thinking: str = "off"
+
+    def __post_init__(self) -> None:
+        sources = {
+            "PROMPT": self.text,
+            "--ids": self.ids,
+            "--prompt-file": self.file,
+            "--messages": self.messages,
+        }
+        named = [name for name, value in sources.items() if value is not None]
+        if len(named) != 1:
+            wanted = "PROMPT, --prompt-file, --messages or --ids"
+            raise UsageError(
+                f"give one prompt, not {' and '.join(named)}"
+                if named
+                else f"no prompt: give one of {wanted}"
+            )
+        if self.raw and self.messages is not None:
+            raise UsageError("--raw continues a text; it cannot be combined with --messages")
+        if self.system is not None and (self.raw or self.ids is not None):
+            raise UsageError("--system belongs to the chat format; --raw and --ids do not use it")
+
+    @property
+    def chat(self) -> bool:
+        """Whether the answer comes in the chat format."""
+        return not self.raw and self.ids is None
+
+
+def prompt_ids(given: Given, tokenizer: Tokenizer | None, config: Config) -> list[int]:
+    """The whole prompt as fed. Raises UsageError when it is empty, malformed or out of range."""
+    if given.ids is not None:
+        return parse_ids(given.ids, config.vocab_size)
+    if tokenizer is None:
+        raise TokenizerError("the checkpoint has no tiktoken.model: only --ids can be used with it")
+    if given.messages is not None:
+        messages, tools = parse_messages(_json(given.messages))
+        if given.system is not None:
+            messages = [{"role": "system", "content": given.system}, *messages]
+        ids = encode_chat(tokenizer, messages, given.thinking, tools)
+    else:
+        text = _read_text(given.file) if given.file is not None else given.text or ""
+        if not text:
+            raise UsageError("the prompt is empty: it needs at least one character")
+        if given.raw:
+            ids = tokenizer.encode(text)
+        else:
+            system = [] if given.system is None else [{"role": "system", "content": given.system}]
+            turns: list[dict[str, Any]] = [*system, {"role": "user", "content": text}]
+            ids = encode_chat(tokenizer, turns, given.thinking)
+    if max(ids) >= config.vocab_size:
+        raise TokenizerError(
+            f"the tokenizer gives id {max(ids)}, beyond the model's vocabulary of "
+            f"{config.vocab_size}: tiktoken.model and config.json are not of one checkpoint"
+        )
+    return ids
+
+
+def parse_ids(text: str, vocab_size: int) -> list[int]:
+    """`1,2,3` as ids below `vocab_size`. Raises UsageError."""
+    ids = []
+    for word in text.split(","):
+        if not re.fullmatch(r"\s*[0-9]{1,9}\s*", word, re.ASCII):
+            raise UsageError(f"--ids wants numbers with commas between, like 1,2,3, not {word!r}")
+        ids.append(int(word))
+        if ids[-1] >= vocab_size:
+            raise UsageError(f"id {ids[-1]} is outside the vocabulary: 0 to {vocab_size - 1}")
+    return ids
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        if str(path) == "-":
+            return sys.stdin.buffer.read()
+        return path.read_bytes()
+    except (OSError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "standard input is closed"
+        raise UsageError(f"{path}: cannot be read: {reason}") from None
+
+
+def _read_text(path: Path) -> str:
+    """The file's text exactly as stored: BOM, CRLF and a last newline kept."""
+    try:
+        return _read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def _json(path: Path) -> object:
+    try:
+        data: object = parse_json(_read_bytes(path))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return data
+
+
+class Answer:
+    """The text of an answer as its ids come: complete characters only, channels kept apart.
+
+    `push` and `finish` return what can be shown now: the response in the chat format, everything
+    in a continuation. `text` and `reasoning` hold all of it so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, given: Given, end_ids: frozenset[int]) -> None:
+        self.text = self.reasoning = ""
+        self._end = end_ids
+        self._stream = None if given.chat else TextStream(tokenizer)
+        self._parser = AnswerParser(tokenizer, given.thinking) if given.chat else None
+
+    def push(self, token: int) -> str:
+        """What `token` adds to the shown text; end tokens add nothing."""
+        if self._parser is not None:
+            return self._keep(self._parser.push(token))
+        assert self._stream is not None
+        return self._keep([("response", "" if token in self._end else self._stream.push(token))])
+
+    def finish(self) -> str:
+        """What was held back in the hope of completing a character."""
+        if self._parser is not None:
+            return self._keep(self._parser.finish())
+        assert self._stream is not None
+        return self._keep([("response", self._stream.finish())])
+
+    def _keep(self, pieces: list[tuple[str, str]]) -> str:
+        shown = "".join(text for kind, text in pieces if kind != "reasoning")
+        self.text += shown
+        self.reasoning += "".join(text for kind, text in pieces if kind == "reasoning")
+        return shown

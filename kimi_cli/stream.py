@@ -1,0 +1,244 @@
+"""Reading files at disk speed into buffers that exist already: direct, many in flight, counted.
+
+`DirectFile` hides whether a file system can do O_DIRECT. `Reader` is a pool of threads that fills
+buffers in the order asked for, urgent requests first. `Ring` hands out buffer space first in, first
+out. Nothing here knows what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from kimi_cli.errors import KimiError, ReadError
+
+ALIGN = 4096
+"""Offsets, lengths and buffers of direct reads are multiples of this."""
+CALL_BYTES = 8 << 20
+"""One read call asks for at most this much."""
+
+
+def round_up(count: int, unit: int = ALIGN) -> int:
+    """`count` rounded up to a multiple of `unit`."""
+    return -(-count // unit) * unit
+
+
+def allocate(size: int) -> memoryview:
+    """`size` zeroed bytes on page boundaries, huge pages advised; untouched pages cost nothing."""
+    try:
+        region = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise KimiError(f"{size} bytes of memory could not be had: {error.strerror}") from None
+    if size >= 64 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(region)
+
+
+class DirectFile:
+    """A file open for reading past the page cache where its file system allows that.
+
+    Direct reads are tried for real once, since some file systems accept O_DIRECT at open and fail
+    at the read. Otherwise reads are buffered and the pages dropped behind. Threads may share it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.direct = False
+        self._fd = -1
+        self._retired: list[int] = []
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.size = os.fstat(self._fd).st_size
+        except OSError as error:
+            self.close()
+            raise ReadError(f"{path}: cannot be opened: {error.strerror}") from None
+        self._try_direct()
+
+    def _try_direct(self) -> None:
+        direct = -1
+        try:
+            direct = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            with allocate(ALIGN) as probe:
+                os.preadv(direct, [probe], 0)
+        except OSError:
+            if direct >= 0:
+                os.close(direct)
+            return
+        os.close(self._fd)
+        self._fd, self.direct = direct, True
+
+    def read(self, offset: int, length: int, buffer: memoryview) -> int:
+        """Reads `length` bytes at `offset` into `buffer`; returns where in it they begin.
+
+        `buffer` is page-aligned and holds the surrounding aligned range. Raises ReadError.
+        """
+        start = offset // ALIGN * ALIGN
+        lead = offset - start
+        want = lead + length
+        room = round_up(want)
+        if len(buffer) < room:
+            raise ValueError(f"buffer of {len(buffer)} bytes for {room}")
+        done = 0
+        while done < want:
+            end = min(room, done + CALL_BYTES)
+            try:
+                count = os.preadv(self._fd, [buffer[done:end]], start + done)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.direct:
+                    self._fall_back()
+                    continue
+                raise ReadError(
+                    f"{self.path}: reading {length} bytes at {offset} failed: {error.strerror}"
+                ) from None
+            if count == 0:
+                raise ReadError(
+                    f"{self.path}: ends at byte {start + done}, wanted {length} bytes at {offset}: "
+                    "the file has been cut short"
+                )
+            done += count
+            if done < want and count % ALIGN and self.direct:
+                done -= count % ALIGN  # a direct read must go on from an aligned offset
+                if count < ALIGN:
+                    raise ReadError(
+                        f"{self.path}: ends at byte {start + done + count}, wanted {length} bytes "
+                        f"at {offset}: the file has been cut short"
+                    )
+        if not self.direct:
+            os.posix_fadvise(self._fd, start, room, os.POSIX_FADV_DONTNEED)
+        return lead
+
+    def _fall_back(self) -> None:
+        """Buffered reads from now on: this file system only pretends to read directly."""
+        try:
+            buffered = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ReadError(f"{self.path}: cannot be opened: {error.strerror}") from None
+        self._retired.append(self._fd)  # another thread may be reading from it
+        self._fd, self.direct = buffered, False
+
+    def close(self) -> None:
+        """Closes the file; no read may be running."""
+        for fd in (self._fd, *self._retired):
+            if fd >= 0:
+                os.close(fd)
+        self._fd, self._retired = -1, []
+
+
+class Ticket:
+    """One request in flight. `wait` returns when its buffer is filled and checked."""
+
+    __slots__ = ("_error", "_event", "lead", "work")
+
+    def __init__(self, work: Callable[[], int]) -> None:
+        self.work = work
+        self.lead = 0
+        self._error: BaseException | None = None
+        self._event = threading.Event()
+
+    def run(self) -> None:
+        """Called by a reader thread, once."""
+        try:
+            self.lead = self.work()
+        except BaseException as error:  # carried to the thread that waits
+            self._error = error
+        self._event.set()
+
+    @property
+    def ready(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> int:
+        """Blocks until done; returns what `work` returned or raises what it raised."""
+        self._event.wait()
+        if self._error is not None:
+            raise self._error
+        return self.lead
+
+
+class Reader:
+    """A pool of threads that run requests in order, urgent ones before all others.
+
+    One thread submits; `close` waits for the requests that have begun and drops the rest.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._queues: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())
+        self._wake = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"kimi-read-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], int], urgent: bool = False) -> Ticket:
+        """Queues `work`, which reads and checks one buffer and returns where the bytes begin."""
+        ticket = Ticket(work)
+        with self._wake:
+            self._queues[0 if urgent else 1].append(ticket)
+            self._wake.notify()
+        return ticket
+
+    def _serve(self) -> None:
+        while True:
+            with self._wake:
+                while not self._closed and not (self._queues[0] or self._queues[1]):
+                    self._wake.wait()
+                if self._closed:
+                    return
+                ticket = (self._queues[0] or self._queues[1]).popleft()
+            ticket.run()
+
+    def close(self) -> None:
+        """Stops the threads; requests not begun are never run."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+
+class Ring:
+    """Buffer space handed out and given back in the same order, never split.
+
+    |....[tail: oldest in use ... newest in use :head]....|      or wrapped:
+    |newest :head]............[tail: oldest ...  ][unused]|
+    """
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+        self._size = len(buffer)
+        self._head = 0
+        self._held: deque[tuple[int, int]] = deque()
+
+    def take(self, length: int) -> memoryview | None:
+        """`length` bytes (rounded up to ALIGN), or None while there is no room."""
+        length = round_up(length)
+        if length > self._size:
+            raise ValueError(f"{length} bytes never fit a ring of {self._size}")
+        start = self._head
+        if self._held:
+            tail = self._held[0][0]
+            if start > tail and start + length > self._size:
+                start = 0
+            if start <= tail and start + length > tail:
+                return None
+        elif start + length > self._size:
+            start = 0
+        self._held.append((start, length))
+        self._head = start + length
+        return self._buffer[start : start + length]
+
+    def give_back(self) -> None:
+        """Frees the oldest piece still held."""
+        self._held.popleft()
