@@ -1,4 +1,4 @@
-"""The channels of an answer: the ids a model emits, parsed back to reasoning, response and tools."""
+"""The channels of an answer: emitted ids parsed back to reasoning, response and tools."""
 
 from __future__ import annotations
 

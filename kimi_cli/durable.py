@@ -1,0 +1,45 @@
+"""Files written so that a half-written one is never mistaken for a whole one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+TEMPORARY = ".tmp"
+"""What the name of a file ends in until it is whole."""
+
+
+def write_at(fd: int, offset: int, data: Any) -> None:
+    """Writes all of `data` at `offset`, however many calls that takes. Raises OSError."""
+    with memoryview(data).cast("B") as left:
+        done = 0
+        while done < len(left):
+            done += os.pwrite(fd, left[done:], offset + done)
+
+
+def write_whole(path: Path, data: Any) -> None:
+    """Replaces the file at `path` by `data`, or leaves it as it was. Raises OSError."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        write_at(fd, 0, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    rename(temporary, path)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Renames within one directory, to stay so after a power cut. Raises OSError."""
+    os.rename(old, new)
+    sync_directory(new.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in `path` outlast a power cut. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

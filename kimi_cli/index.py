@@ -1,0 +1,104 @@
+"""model.safetensors.index.json, read as a stream: which shard holds which tensor.
+
+The released index has 59 MB and 497,220 names. It is never held: pairs pass by in runs of some
+thousand, and a tally per shard is all that is kept to compare it with the headers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from kimi_cli.errors import CheckpointError
+from kimi_cli.jsonfile import parse_json, show
+
+FILE_NAME = "model.safetensors.index.json"
+
+Tally = tuple[int, int]
+"""How many names a shard has, and the sum of their hashes: equal for equal sets of names."""
+
+_CHUNK = 1 << 20
+_NAME, _FILE = itemgetter(0), itemgetter(1)  # of a pair
+_OPENING = re.compile(rb'"weight_map"\s*:\s*\{')
+
+
+def tally(names: Iterable[str]) -> Tally:
+    """The Tally of `names`; comparable within one process only, since hashes are salted."""
+    hashes = list(map(hash, names))
+    return len(hashes), sum(hashes)
+
+
+def tally_index(path: Path) -> dict[str, Tally]:
+    """The Tally of each file that the index at `path` names. Raises as `scan_index` does."""
+    tallies: dict[str, Tally] = {}
+    for pairs in scan_index(path):
+        for file, group in groupby(pairs, _FILE):
+            (count, total), (more, hashes) = (
+                tallies.get(file, (0, 0)),
+                tally(name for name, _ in group),
+            )
+            tallies[file] = count + more, total + hashes
+    return tallies
+
+
+def scan_index(path: Path) -> Iterator[list[tuple[str, str]]]:
+    """The (tensor name, file name) pairs of the index at `path`, in runs, in the file's order.
+
+    Raises CheckpointError if the file cannot be read or is not a JSON object whose `weight_map`
+    maps text to text. A name given twice is passed on twice.
+    """
+    try:
+        with path.open("rb") as file:
+            yield from _scan(file)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is {error}") from None
+
+
+def _scan(file: BinaryIO) -> Iterator[list[tuple[str, str]]]:
+    """Cuts the map out of the file; what is left, with an empty map, must parse as JSON."""
+    head = file.read(_CHUNK)
+    opening = _OPENING.search(head)
+    if opening is None:
+        raise ValueError(f"without a weight_map in its first {len(head):,} bytes")
+    rest, head = head[opening.end() :], head[: opening.end()]
+    comma = b""
+    while b"}" not in rest:  # no name holds a brace
+        more = file.read(_CHUNK)
+        if not more:
+            raise ValueError("cut short inside its weight_map")
+        run, cut, tail = rest.rpartition(b'",')
+        if cut:
+            yield _pairs(run + b'"')
+            rest, comma = tail, cut
+        elif len(rest) > _CHUNK:
+            raise ValueError("holding a name of more than a million bytes")
+        rest += more
+    run, _, tail = rest.partition(b"}")
+    if comma and not run.strip():
+        raise ValueError("not JSON in its weight_map: it ends in a comma")
+    yield _pairs(run)
+    tail += file.read(_CHUNK)
+    outside = parse_json(head + b"}" + tail)
+    if not isinstance(outside, dict) or outside.get("weight_map") != {}:
+        raise ValueError(f"{show(outside)}, wanted an object with a weight_map")
+
+
+def _pairs(run: bytes) -> list[tuple[str, str]]:
+    text = b"{" + run + b"}"
+    try:
+        plain: dict[str, object] = json.loads(text)
+        pairs = list(plain.items())
+        if b"\\" in run or run.count(b'"') != 4 * len(pairs):
+            pairs = json.loads(text, object_pairs_hook=list)
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON in its weight_map") from None
+    if not set(map(type, map(_FILE, pairs))) <= {str}:
+        raise ValueError("mapping a tensor to something other than a file name")
+    return cast(list[tuple[str, str]], pairs)
