@@ -12,20 +12,24 @@ $(VENV)/installed: $(SOURCES)
 	touch $@
 
 run: $(VENV)/installed
-	$(BIN)/kimi generate --ids 1,2,3 -n 8
+	$(BIN)/kimi generate "Hello, world" -n 16
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tests/compile_clean.py
 
 test: lint
 	$(BIN)/pytest
 
-# The C rooms once under the address and undefined-behaviour sanitizers.
+# The C rooms once more, built aside under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/installed
-	$(BIN)/python tests/sanitize.py
+	rm -rf build/sanitize && mkdir -p build/sanitize
+	cp -r build.py csrc kimi_cli tests pyproject.toml build/sanitize/
+	cd build/sanitize && KIMI_CFLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
+		../../$(BIN)/python build.py
+	cd build/sanitize && LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONPATH=. ../../$(BIN)/python -m pytest -q tests/csrc
 
 clean:
 	rm -rf $(VENV) build dist kimi_cli/*.so

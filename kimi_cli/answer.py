@@ -9,15 +9,17 @@ from typing import Any
 
 from kimi_cli import console, memory, native
 from kimi_cli.builtin import TINY
+from kimi_cli.config import Config
 from kimi_cli.engine import READERS, Engine, Source, plan_for
-from kimi_cli.errors import UsageError
+from kimi_cli.errors import BudgetError, UsageError
 from kimi_cli.generate import Job, Outcome, generate, statistics
 from kimi_cli.plan import Request
 from kimi_cli.progress import Progress
-from kimi_cli.prompt import Answer, Given, prompt_ids
+from kimi_cli.prompt import Answer, Given, prompt_bounds, prompt_ids
 from kimi_cli.tokenizer import Tokenizer
 from kimi_cli.units import format_duration, format_size
 
+TOKENIZER_LIBRARY = 10 << 20
 TOKENIZER_RANK = 384
 """Bytes of memory that one rank of the tokenizer costs, measured at 163,584 ranks."""
 
@@ -84,9 +86,18 @@ def answer(
             context, prompt, machine.threads, READERS, settings.chunk, all_logits is not None
         )
 
-    # Once before the tokenizer is loaded, so that a hopeless budget is refused at once.
-    expected = config.vocab_size * TOKENIZER_RANK if given.ids is None else 0
-    plan_for(source, request(1, settings.context or max(max_tokens, 1)), machine.budget - expected)
+    def least(prompt: int) -> Request:
+        return request(max(prompt, 1), settings.context or prompt + max(max_tokens, 1))
+
+    # Once before the tokenizer is loaded, so that a hopeless budget is refused at once. How many
+    # tokens a text has is not known yet: at least one, at most one a byte.
+    fewest, most = prompt_bounds(given, config)
+    expected = _tokenizer_bytes(directory, config)
+    try:
+        plan_for(source, least(fewest), machine.budget, expected=expected)
+    except BudgetError:
+        plan_for(source, least(most), machine.budget, expected=expected)
+        raise
     before = memory.rss()
     tokenizer = Tokenizer.load_optional(directory)
     ids = prompt_ids(given, tokenizer, config)
@@ -124,7 +135,14 @@ def answer(
         console.note(summary(stats, len(ids), len(outcome.ids)))
 
 
-def _context(prompt: int, max_tokens: int, context: int | None, config: Any) -> tuple[int, int]:
+def _tokenizer_bytes(directory: Path, config: Config) -> int:
+    """What loading the tokenizer is expected to add to this process."""
+    if not (directory / "tiktoken.model").exists():
+        return 0
+    return TOKENIZER_LIBRARY + config.vocab_size * TOKENIZER_RANK
+
+
+def _context(prompt: int, max_tokens: int, context: int | None, config: Config) -> tuple[int, int]:
     """Positions to plan for and tokens that then fit. Raises UsageError."""
     most = min(context or config.max_position_embeddings, config.max_position_embeddings)
     name = "--context" if context and context <= most else "the model's limit"

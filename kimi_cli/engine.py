@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kimi_cli import native
 from kimi_cli.config import Config, load_config
 from kimi_cli.errors import BudgetError
 from kimi_cli.experts import Experts
+from kimi_cli.expertsums import load_expert_sums
 from kimi_cli.memory import peak_rss, rss
 from kimi_cli.model import Model, Progress, Trace
 from kimi_cli.native import F32
@@ -18,7 +22,7 @@ from kimi_cli.plan import Plan, Request, make_plan, walk
 from kimi_cli.state import State
 from kimi_cli.stream import Reader
 from kimi_cli.trunk import Trunk
-from kimi_cli.units import format_size
+from kimi_cli.units import MIB
 from kimi_cli.weights import Weights
 
 READERS = 4
@@ -29,35 +33,42 @@ SEGMENT_OBJECTS = 640
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint with its trunk, opened and checked; no weights are in memory."""
+    """A checkpoint with its trunk, opened and checked; no weights are in memory.
+
+    `sums`, uint32 [layers, experts], are the experts' checksums once they are known.
+    """
 
     config: Config
     trunk: Trunk
+    sums: NDArray[np.uint32] | None = None
 
     @classmethod
     def open(cls, model_dir: Path, trunk_dir: Path | None = None) -> Source:
         """Raises ConfigError and TrunkError."""
         config = load_config(model_dir)
-        return cls(config, Trunk.open(trunk_dir or model_dir / "kimi-trunk", model_dir, config))
+        trunk = Trunk.open(trunk_dir or model_dir / "kimi-trunk", model_dir, config)
+        return cls(config, trunk, load_expert_sums(trunk))
 
 
-def plan_for(source: Source, request: Request, budget: int, tokenizer: int = 0) -> Plan:
-    """The plan for this process as it stands; `tokenizer` bytes of it are the tokenizer's.
+def plan_for(
+    source: Source, request: Request, budget: int, held: int = 0, expected: int = 0
+) -> Plan:
+    """The plan for this process as it stands. The tokenizer holds `held` bytes of it already, or
+    is `expected` to take so many more.
 
     Raises BudgetError when it cannot fit.
     """
-    if peak_rss() > budget:
-        raise BudgetError(
-            f"--ram {format_size(budget)} is less than the {format_size(peak_rss())} that the "
-            "program itself has needed so far"
-        )
     base = {
-        "interpreter": rss() - tokenizer,
-        "tokenizer": tokenizer,
+        "interpreter": rss() - held,
+        "tokenizer": held + expected,
         "manifest": len(walk(source.trunk.units)) * SEGMENT_OBJECTS,
     }
     whole = bool(source.trunk.experts.whole[source.config.first_k_dense_replace :].all())
-    return make_plan(source.config, source.trunk.units, request, budget, base, whole)
+    plan = make_plan(source.config, source.trunk.units, request, budget, base, whole)
+    if peak_rss() > budget:
+        need = peak_rss() // MIB + 1
+        raise BudgetError(f"the program has needed {need} MiB already: use --ram {need}M or more")
+    return plan
 
 
 class Engine:
@@ -76,7 +87,13 @@ class Engine:
         trunk = source.trunk
         self.weights = Weights(trunk, plan, self._reader)
         self.experts = Experts(
-            source.config, trunk.experts, trunk.shards, plan.slots, plan.slot_bytes, self._reader
+            source.config,
+            trunk.experts,
+            trunk.shards,
+            plan.slots,
+            plan.slot_bytes,
+            self._reader,
+            source.sums,
         )
         self.model = Model(
             source.config, trunk, self.weights, self.experts, plan.buffers, trace, progress

@@ -30,6 +30,8 @@ THREAD = 256 << 10
 ROUNDING = 8 * MIB
 """Page tables, allocator slack and partly used pages."""
 SIZE_STEP = MIB
+SLACK = MIB
+"""How much one start of the program may differ from the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,23 @@ def _buffers(config: Config, units: Sequence[Unit], request: Request, chunk: int
     return model_buffers(config, chunk, logits, heads, scratch, attend)
 
 
+def routed_experts(config: Config) -> int:
+    """Routed experts of all layers."""
+    return config.num_experts * (config.num_hidden_layers - config.first_k_dense_replace)
+
+
+def expert_reads(config: Config, slots: int) -> int:
+    """Bytes of experts that a token reads once `slots` of them are warm, their use being flat.
+
+    Least-recently-used slots hold nothing for the next token until they hold all that one token
+    asks for; from there on any expert is as likely to be held as any other.
+    """
+    experts = routed_experts(config)
+    asked = experts * config.num_experts_per_token // config.num_experts
+    held = slots if slots >= asked else 0
+    return asked * expert_bytes(config) * (experts - held) // max(experts, 1)
+
+
 def slot_size(config: Config, contiguous: bool) -> int:
     """Bytes of one expert slot: its extent in aligned reads, or six of them."""
     pieces = 1 if contiguous else 6
@@ -169,10 +188,50 @@ def make_plan(
 
     `base` holds what the process has before the engine starts: interpreter, tokenizer.
     """
-    floor = _floor(config, units, request, base, contiguous)
+    segments = walk(units)
+    floor = smallest_plan(config, units, request, base, contiguous, segments)
     if floor.total > budget:
         raise BudgetError(_shortfall(config, units, request, budget, base, contiguous, floor))
-    return _grow(config, units, request, replace(floor, budget=budget))
+    return grow(config, units, request, replace(floor, budget=budget), segments)
+
+
+def smallest_plan(
+    config: Config,
+    units: Sequence[Unit],
+    request: Request,
+    base: dict[str, int],
+    contiguous: bool = True,
+    segments: Sequence[Segment] | None = None,
+) -> Plan:
+    """The plan that needs the least memory; its budget is 0, its floor what it needs.
+
+    `segments` is the walk over `units`, where it is known already.
+    """
+    segments = segments or walk(units)
+    sizes = [segment.size for segment in segments]
+    total, largest = sum(sizes), max(sizes)
+    chunk = _floor_chunk(request)
+    routed = config.num_hidden_layers > config.first_k_dense_replace
+    slots = min(FLOOR_SLOTS, routed_experts(config)) if routed else 0
+    plan = Plan(
+        budget=0,
+        floor=0,
+        context=request.context,
+        threads=request.threads,
+        readers=request.readers,
+        chunk=chunk,
+        items={},
+        pinned=frozenset(),
+        pinned_bytes=0,
+        ring=min(max(2 * largest, RING), total),
+        slots=slots,
+        slot_bytes=slot_size(config, contiguous),
+        buffers=_buffers(config, units, request, chunk),
+        trunk_per_token=sum(s.length for s in segments),
+        expert_per_token=expert_reads(config, slots),
+    )
+    plan = _assemble(config, request, plan, base, _side(units))
+    return replace(plan, floor=plan.total)
 
 
 def _assemble(
@@ -195,44 +254,24 @@ def _assemble(
     return replace(plan, items=items)
 
 
+def _floor_chunk(request: Request) -> int:
+    return min(request.prompt, request.chunk or FLOOR_CHUNK)
+
+
 def _side(units: Sequence[Unit]) -> int:
     """Bytes where the small tensors of the layer in hand are kept, raw and widened."""
     return max(round_up(u.head_length) + round_up(u.widened_floats * 4) for u in units)
 
 
-def _floor(
-    config: Config, units: Sequence[Unit], request: Request, base: dict[str, int], contiguous: bool
+def grow(
+    config: Config,
+    units: Sequence[Unit],
+    request: Request,
+    floor: Plan,
+    segments: Sequence[Segment],
 ) -> Plan:
-    segments = walk(units)
-    total, largest = sum(s.size for s in segments), max(s.size for s in segments)
-    chunk = min(request.prompt, request.chunk or FLOOR_CHUNK)
-    routed = config.num_hidden_layers > config.first_k_dense_replace
-    experts = config.num_experts * (config.num_hidden_layers - config.first_k_dense_replace)
-    per_token = config.num_experts_per_token * expert_bytes(config)
-    plan = Plan(
-        budget=0,
-        floor=0,
-        context=request.context,
-        threads=request.threads,
-        readers=request.readers,
-        chunk=chunk,
-        items={},
-        pinned=frozenset(),
-        pinned_bytes=0,
-        ring=min(max(2 * largest, RING), total),
-        slots=min(FLOOR_SLOTS, experts) if routed else 0,
-        slot_bytes=slot_size(config, contiguous),
-        buffers=_buffers(config, units, request, chunk),
-        trunk_per_token=sum(s.length for s in segments),
-        expert_per_token=(config.num_hidden_layers - config.first_k_dense_replace) * per_token,
-    )
-    plan = _assemble(config, request, plan, base, _side(units))
-    return replace(plan, floor=plan.total)
-
-
-def _grow(config: Config, units: Sequence[Unit], request: Request, floor: Plan) -> Plan:
     """Spends what the budget has beyond the floor: longer chunks, deeper reading, pinned trunk,
-    then expert slots."""
+    then expert slots. `floor` is the smallest plan, with the budget filled in."""
     base = {name: floor.items[name] for name in floor.items if name in BASE_ITEMS}
     spare = floor.budget - floor.total
     chunk = floor.chunk
@@ -245,10 +284,9 @@ def _grow(config: Config, units: Sequence[Unit], request: Request, floor: Plan) 
             chunk = longer
     buffers = _buffers(config, units, request, chunk)
     spare -= buffers.size - floor.buffers.size
-    segments = walk(units)
     total = sum(s.size for s in segments)
     widened = sum(round_up(u.widened_floats * 4) for u in units)
-    experts = config.num_experts * (config.num_hidden_layers - config.first_k_dense_replace)
+    experts = routed_experts(config)
     side, ring, slots = _side(units), floor.ring, floor.slots
     if total + widened <= spare + ring + side:
         pinned, held = frozenset(range(len(segments))), total + widened
@@ -274,6 +312,7 @@ def _grow(config: Config, units: Sequence[Unit], request: Request, floor: Plan) 
         ring=ring,
         slots=slots,
         trunk_per_token=streamed,
+        expert_per_token=expert_reads(config, slots),
     )
     return _assemble(config, request, plan, base, side)
 
@@ -290,12 +329,12 @@ def _shortfall(
     contiguous: bool,
     floor: Plan,
 ) -> str:
-    need = round_up(floor.total, SIZE_STEP)
+    need = round_up(floor.total + SLACK, SIZE_STEP)
     text = (
         f"a context of {request.context} tokens needs at least {need // MIB} MiB, "
         f"{format_size(need - budget)} more than --ram {format_size(budget)}"
     )
-    longest = longest_context(config, units, request, budget, base, contiguous)
+    longest = longest_context(config, units, request, budget - SLACK, base, contiguous)
     fix = f"use --ram {need // MIB}M or more"
     if longest:
         fix += f", or --context {longest} or less"
@@ -311,10 +350,13 @@ def longest_context(
     contiguous: bool = True,
 ) -> int:
     """The longest context, in tokens, whose smallest plan fits `budget`; 0 if none does."""
+    floor = smallest_plan(config, units, request, base, contiguous)
+    room = budget - floor.total + floor.items["latent_cache"] + floor.items["activations"]
 
     def fits(context: int) -> bool:
         asked = replace(request, context=context, prompt=min(request.prompt, context))
-        return _floor(config, units, asked, base, contiguous).total <= budget
+        buffers = _buffers(config, units, asked, _floor_chunk(asked))
+        return latent_bytes(config, context) + buffers.size <= room
 
     low, high = 0, config.max_position_embeddings
     while low < high:

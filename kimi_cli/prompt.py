@@ -16,6 +16,9 @@ from kimi_cli.errors import TokenizerError, UsageError
 from kimi_cli.jsonfile import parse_json
 from kimi_cli.tokenizer import TextStream, Tokenizer
 
+CHAT_TOKENS = 256
+"""More than the chat format adds to one message, the note on thinking effort included."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -82,6 +85,19 @@ def prompt_ids(given: Given, tokenizer: Tokenizer | None, config: Config) -> lis
             f"{config.vocab_size}: tiktoken.model and config.json are not of one checkpoint"
         )
     return ids
+
+
+def prompt_bounds(given: Given, config: Config) -> tuple[int, int]:
+    """Fewest and most tokens that the prompt can have, without a tokenizer."""
+    if given.ids is not None:
+        count = len(parse_ids(given.ids, config.vocab_size))
+        return count, count
+    texts = [given.text or "", given.system or ""]
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    for path in (given.file, given.messages):
+        if path is not None and path.is_file():
+            size += path.stat().st_size
+    return 1, size + CHAT_TOKENS
 
 
 def parse_ids(text: str, vocab_size: int) -> list[int]:

@@ -207,14 +207,15 @@ def _numbers(count: int) -> F32:
         | (exponent << np.uint32(23))
         | ((i >> np.uint32(1)) & np.uint32(0x7FFFFF))
     )
-    return bits.view(np.float32)
+    values: F32 = bits.view(np.float32)
+    return values
 
 
 def _matrices(weights: np.ndarray) -> dict[str, native.Matrix]:
     """The same bf16 weights [rows, cols], as they are and packed with a table that misses some."""
     rows, cols = weights.shape
-    table = np.bincount((weights >> 8).ravel(), minlength=256).argsort(kind="stable")[-16:]
-    table = table.astype(np.uint8)
+    counts = np.bincount((weights >> 8).ravel(), minlength=256)
+    table: native.U8 = counts.argsort(kind="stable")[-16:].astype(np.uint8)
     packed = np.empty((rows, native.row_bytes(native.Format.PACKED, cols)), dtype=np.uint8)
     starts = np.zeros(rows + 1, dtype=np.uint32)
     escapes = np.empty(native.pack_escapes(weights, table) or 1, dtype=np.uint32)
