@@ -236,13 +236,16 @@ def read_stored(entries: dict[str, Entry], tensors: Sequence[Tensor]) -> list[St
     for tensor in tensors:
         plain, packed = entries.get(tensor.name), entries.get(tensor.name + ".packed")
         if plain is not None:
-            if plain.dtype not in _FORMATS:
+            fmt = _FORMATS.get(plain.dtype)
+            if fmt is None:
                 raise ValueError(f"{tensor.name} is {plain.dtype}, wanted BF16 or F32")
-            piece = Stored(tensor, _FORMATS[plain.dtype], plain.shape)
             if plain.shape not in tensor.shapes and not _padded(tensor, plain.shape):
-                wanted = list(tensor.shape)
-                raise ValueError(f"{tensor.name} is {list(plain.shape)}, wanted {wanted}")
+                raise ValueError(_differs(tensor.name, plain.shape, tensor.shape))
+            piece = Stored(tensor, fmt, plain.shape)
         elif packed is not None and may_pack(tensor, Format.BF16):
+            wanted = (tensor.shape[0], row_bytes(Format.PACKED, tensor.shape[1]))
+            if packed.shape != wanted:
+                raise ValueError(_differs(tensor.name + ".packed", packed.shape, wanted))
             listed = entries.get(tensor.name + ".escapes")
             if listed is None:
                 raise ValueError(f"{tensor.name}.escapes is absent")
@@ -259,3 +262,7 @@ def read_stored(entries: dict[str, Entry], tensors: Sequence[Tensor]) -> list[St
 def _padded(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     size = prod(shape)
     return tensor.padded and size >= tensor.size and shape in ((size,), (1, 1, size, 1))
+
+
+def _differs(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    return f"{name} is {list(found)}, wanted {list(wanted)}"

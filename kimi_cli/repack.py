@@ -135,12 +135,13 @@ class _Repack:
                 if _OURS.fullmatch(entry.name) and entry.name not in names
             ]
             _require_room(self._out, self.most_bytes(names), sum(map(_file_bytes, old)))
-            experts = write_extents(self._out, self._checkpoint.experts, self._config)
-            self._write_partial(kept, experts)
-            (self._out / MANIFEST).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                rename(self._out / MANIFEST, self._out / PARTIAL)
             for path in old:
                 os.unlink(path)
             sync_directory(self._out)
+            experts = write_extents(self._out, self._checkpoint.experts, self._config)
+            self._write_partial(kept, experts)
             self._write_units(packer, {listed.name: listed for listed in kept}, experts)
         finally:
             packer.close()
