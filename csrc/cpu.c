@@ -4,11 +4,14 @@
 #define KIMI_ENTRY_BASE(name, args) .name = name##_base,
 #define KIMI_ENTRY_FMA(name, args) .name = name##_fma,
 #define KIMI_ENTRY_AVX2(name, args) .name = name##_avx2,
+#define KIMI_ENTRY_AVX512(name, args) .name = name##_avx512,
 
 static const kimi_table table_base = {KIMI_KERNELS(KIMI_ENTRY_BASE)};
 #if defined(__x86_64__)
 static const kimi_table table_fma = {KIMI_KERNELS(KIMI_ENTRY_FMA)};
 static const kimi_table table_avx2 = {KIMI_KERNELS(KIMI_ENTRY_AVX2)};
+static const kimi_table table_avx512 = {KIMI_PRODUCT_KERNELS(KIMI_ENTRY_AVX512)
+                                            KIMI_PLAIN_KERNELS(KIMI_ENTRY_AVX2)};
 #endif
 
 static int current_isa = -1; /* -1: the best one, not asked for yet */
@@ -24,6 +27,12 @@ static const kimi_table *table_of(int isa) {
 #if defined(__x86_64__)
     case KIMI_ISA_AVX2:
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &table_avx2;
+        return NULL;
+    case KIMI_ISA_AVX512:
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+            table_of(KIMI_ISA_AVX2))
+            return &table_avx512;
         return NULL;
 #endif
     default:
@@ -41,6 +50,7 @@ int kimi_isa_set(int isa) {
 
 int kimi_isa(void) {
     if (current_isa >= 0) return current_isa;
+    if (table_of(KIMI_ISA_AVX512)) return KIMI_ISA_AVX512;
     return table_of(KIMI_ISA_AVX2) ? KIMI_ISA_AVX2 : KIMI_ISA_SCALAR;
 }
 

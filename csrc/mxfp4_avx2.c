@@ -13,21 +13,38 @@
 #define KIMI_TARGET __attribute__((target("avx2,fma")))
 #include <immintrin.h>
 
-#include "room.h"
-
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
 
-/* Super-blocks of 128 columns decoded at once for many columns of X. */
-enum { SUPERS = 8 };
+#define VEC __m256
+#define VEC_WIDTH 8
+#define vec_load _mm256_loadu_ps
+#define vec_store _mm256_storeu_ps
+#define vec_mul _mm256_mul_ps
+#define vec_fma _mm256_fmadd_ps
+#define vec_hold(v) __asm__("" : "+x"(v))
+#define BATCH_TARGET AVX2
+#define BATCH_ROWS 1 /* not used here */
+#define BATCH_COLUMNS 1
+#define SCALED_ROWS 4
+#define SCALED_COLUMNS 2
+#include "batch.h"
 
+/* A 4 x 4 transpose takes columns 4l + j of a half group to vector j, lane l. */
 AVX2 void prepare_mxfp4_avx2(const float *x, int64_t cols, float *out) {
-    for (int64_t c0 = 0; c0 < cols; c0 += 128)
+    for (int64_t c = 0; c < cols; c += 16) {
+        __m128 a = _mm_loadu_ps(x + c), b = _mm_loadu_ps(x + c + 4);
+        __m128 d = _mm_loadu_ps(x + c + 8), e = _mm_loadu_ps(x + c + 12);
+        _MM_TRANSPOSE4_PS(a, b, d, e);
+        float *to = out + c / 128 * 128 + c % 128 / 32 * 4 + c % 32 / 16 * 64;
+        _mm_storeu_ps(to, a);
+        _mm_storeu_ps(to + 16, b);
+        _mm_storeu_ps(to + 32, d);
+        _mm_storeu_ps(to + 48, e);
+    }
+    for (int64_t g = cols / 32; g % 4; g++) /* groups that are not there */
         for (int j = 0; j < 8; j++)
-            for (int lane = 0; lane < 16; lane++) {
-                int64_t c = c0 + 32 * (lane / 4) + 4 * (lane % 4) + (j & 3) + 16 * (j >> 2);
-                out[c0 + 16 * j + lane] = c < cols ? x[c] : 0.0f;
-            }
+            _mm_storeu_ps(out + g / 4 * 128 + 16 * j + g % 4 * 4, _mm_setzero_ps());
 }
 
 /* 2 groups (32 bytes) as the vectors j = 0..7 of their 8 lanes. */
@@ -127,56 +144,40 @@ AVX2_INLINE void column_rows(const uint8_t *packed, const uint8_t *scales, int64
     }
 }
 
-/* One decoded row chunk times `columns` columns (a constant at the call). */
-AVX2_INLINE void tile_multiply(float tile[][8][16], float factor[][16], int64_t supers,
-                               const float *x, int64_t x_stride, int columns, float *lanes) {
-    for (int64_t s = 0; s < supers; s++)
-        for (int i = 0; i < 2; i++) {
-            __m256 p[4], w = _mm256_loadu_ps(tile[s][0] + 8 * i);
-            const float *at = x + 128 * s + 8 * i;
-            for (int t = 0; t < columns; t++)
-                p[t] = _mm256_mul_ps(w, _mm256_loadu_ps(at + t * x_stride));
-            for (int j = 1; j < 8; j++) {
-                w = _mm256_loadu_ps(tile[s][j] + 8 * i);
-                for (int t = 0; t < columns; t++)
-                    p[t] = _mm256_fmadd_ps(w, _mm256_loadu_ps(at + t * x_stride + 16 * j), p[t]);
-            }
-            w = _mm256_loadu_ps(factor[s] + 8 * i);
-            for (int t = 0; t < columns; t++) {
-                float *a = lanes + 16 * t + 8 * i;
-                _mm256_storeu_ps(a, _mm256_fmadd_ps(p[t], w, _mm256_loadu_ps(a)));
-            }
-        }
+AVX2_INLINE void tile_super(const uint8_t *w, const uint8_t *scales, int64_t groups, int64_t s,
+                            scaled_super *out) {
+    super_block b;
+    __m256 weights[8], scale[2];
+    locate(&b, w, scales, groups, s);
+    expand_scales(b.scales, scale);
+    for (int i = 0; i < 2; i++) {
+        expand(_mm256_loadu_si256((const __m256i *)(const void *)(b.w + 32 * i)), weights);
+        for (int j = 0; j < 8; j++) _mm256_storeu_ps(out->step[j] + 8 * i, weights[j]);
+        _mm256_storeu_ps(out->factor + 8 * i, scale[i]);
+    }
 }
 
-/* One row times `count` (at most KIMI_BATCH) columns. */
-AVX2 static void product_row(const uint8_t *w, const uint8_t *scales, int64_t groups,
-                             const float *x, int64_t x_stride, int64_t count, float *y,
-                             int64_t y_stride) {
-    float tile[SUPERS][8][16], factor[SUPERS][16], lanes[KIMI_BATCH][16];
+/* `rows` (at most SCALED_ROWS) rows times `count` (at most KIMI_BATCH) columns. */
+AVX2 static void product_tile(const uint8_t *w, const uint8_t *scales, int64_t rows,
+                              int64_t groups, const float *x, int64_t x_stride, int64_t count,
+                              float *y, int64_t y_stride) {
+    scaled_super tile[SCALED_ROWS][TILE_SUPERS] __attribute__((aligned(64)));
+    float lanes[SCALED_ROWS][KIMI_BATCH][16] __attribute__((aligned(64)));
     memset(lanes, 0, sizeof lanes);
     int64_t all = (groups + 3) / 4;
-    for (int64_t s0 = 0; s0 < all; s0 += SUPERS) {
-        int64_t supers = all - s0 < SUPERS ? all - s0 : SUPERS;
-        for (int64_t s = 0; s < supers; s++) {
-            super_block b;
-            __m256 weights[8], scale[2];
-            locate(&b, w, scales, groups, s0 + s);
-            expand_scales(b.scales, scale);
-            for (int i = 0; i < 2; i++) {
-                expand(_mm256_loadu_si256((const __m256i *)(const void *)(b.w + 32 * i)), weights);
-                for (int j = 0; j < 8; j++) _mm256_storeu_ps(tile[s][j] + 8 * i, weights[j]);
-                _mm256_storeu_ps(factor[s] + 8 * i, scale[i]);
-            }
-        }
-        int64_t t = 0;
-        const float *from = x + 128 * s0;
-        for (; t + 4 <= count; t += 4)
-            tile_multiply(tile, factor, supers, from + t * x_stride, x_stride, 4, lanes[t]);
-        for (; t < count; t++)
-            tile_multiply(tile, factor, supers, from + t * x_stride, x_stride, 1, lanes[t]);
+    for (int64_t s0 = 0; s0 < all; s0 += TILE_SUPERS) {
+        int64_t supers = all - s0 < TILE_SUPERS ? all - s0 : TILE_SUPERS;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t s = 0; s < supers; s++)
+                tile_super(w + r * groups * 16, scales + r * groups, groups, s0 + s, tile[r] + s);
+#define TILE(r, tall, t, wide)                                                                    \
+    scaled_tile(tile + (r), tall, x + (t) * x_stride + 128 * s0, x_stride, wide, supers,          \
+                lanes[r][t], KIMI_BATCH * 16)
+        BATCH_EDGES(TILE, rows, count, SCALED_ROWS, SCALED_COLUMNS)
+#undef TILE
     }
-    for (int64_t t = 0; t < count; t++) y[t * y_stride] = lanes_sum(lanes[t]);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t t = 0; t < count; t++) y[t * y_stride + r] = lanes_sum(lanes[r][t]);
 }
 
 AVX2 void product_mxfp4_avx2(const uint8_t *packed, const uint8_t *scales, int64_t lo, int64_t hi,
@@ -191,11 +192,12 @@ AVX2 void product_mxfp4_avx2(const uint8_t *packed, const uint8_t *scales, int64
             column_rows(packed, scales, r, 0, 1, groups, x, y);
         return;
     }
-    for (int64_t r = lo; r < hi; r++)
+    for (int64_t r = lo; r < hi; r += SCALED_ROWS)
         for (int64_t t = 0; t < count; t += KIMI_BATCH)
-            product_row(packed + r * groups * 16, scales + r * groups, groups, x + t * x_stride,
-                        x_stride, count - t < KIMI_BATCH ? count - t : KIMI_BATCH,
-                        y + t * y_stride + r, y_stride);
+            product_tile(packed + r * groups * 16, scales + r * groups,
+                         hi - r < SCALED_ROWS ? hi - r : SCALED_ROWS, groups, x + t * x_stride,
+                         x_stride, count - t < KIMI_BATCH ? count - t : KIMI_BATCH,
+                         y + t * y_stride + r, y_stride);
 }
 #else
 typedef int kimi_no_avx2_mxfp4;

@@ -16,9 +16,10 @@ int kimi_widen(int format, const void *src, int64_t n, float *y) {
     return 0;
 }
 
-#define ELEMENTWISE(name, arguments, call)                                                        \
+/* `second` is the operand besides x, or x again. */
+#define ELEMENTWISE(name, second, arguments, call)                                                \
     int kimi_##name arguments {                                                                   \
-        if (!x || !y || n < 0) return KIMI_E_ARGUMENT;                                            \
+        if (!x || !(second) || !y || n < 0) return KIMI_E_ARGUMENT;                               \
         PARALLEL_BEGIN(n * 8)                                                                     \
         int64_t lo, hi;                                                                           \
         part_of(n, ELEMENT_UNIT, part, parts, &lo, &hi);                                          \
@@ -27,17 +28,22 @@ int kimi_widen(int format, const void *src, int64_t n, float *y) {
         return 0;                                                                                 \
     }
 
-ELEMENTWISE(exp, (const float *x, int64_t n, float *y), exp(x + lo, hi - lo, y + lo))
-ELEMENTWISE(sigmoid, (const float *x, int64_t n, float *y), sigmoid(x + lo, hi - lo, y + lo))
-ELEMENTWISE(tanh, (const float *x, int64_t n, float *y), tanh(x + lo, hi - lo, y + lo))
-ELEMENTWISE(gate, (const float *x, const float *gate, int64_t n, float *y),
+ELEMENTWISE(exp, x, (const float *x, int64_t n, float *y), exp(x + lo, hi - lo, y + lo))
+ELEMENTWISE(sigmoid, x, (const float *x, int64_t n, float *y), sigmoid(x + lo, hi - lo, y + lo))
+ELEMENTWISE(tanh, x, (const float *x, int64_t n, float *y), tanh(x + lo, hi - lo, y + lo))
+ELEMENTWISE(gate, gate, (const float *x, const float *gate, int64_t n, float *y),
             gate(x + lo, gate + lo, hi - lo, y + lo))
-ELEMENTWISE(situ, (const float *x, const float *u, int64_t n, float beta, float linear_beta, float *y),
+ELEMENTWISE(situ, u,
+            (const float *x, const float *u, int64_t n, float beta, float linear_beta, float *y),
             situ(x + lo, u + lo, hi - lo, beta, linear_beta, y + lo))
 
 int kimi_add(const float *x, int64_t n, float *y) {
     if (!x || !y || n < 0) return KIMI_E_ARGUMENT;
-    for (int64_t i = 0; i < n; i++) y[i] += x[i];
+    PARALLEL_BEGIN(n)
+    int64_t lo, hi;
+    part_of(n, ELEMENT_UNIT, part, parts, &lo, &hi);
+    for (int64_t i = lo; i < hi; i++) y[i] += x[i];
+    PARALLEL_END
     return 0;
 }
 
@@ -201,10 +207,14 @@ int kimi_expert_sum(const float *x, const float *weights, int64_t count, int64_t
 }
 
 int64_t kimi_argmax(const float *x, int64_t n) {
-    int64_t best = 0;
-    for (int64_t i = 0; i < n; i++) {
-        if (!(x[i] - x[i] == 0.0f)) return -1; /* NaN or infinite */
-        if (x[i] > x[best]) best = i;
+    int64_t best = n > 0 ? 0 : -1;
+    const __typeof__(float_enter()) float_state = float_enter(); /* else subnormals would tie */
+    for (int64_t i = 0; i < n && best >= 0; i++) {
+        if (!(x[i] - x[i] == 0.0f))
+            best = -1; /* NaN or infinite */
+        else if (x[i] > x[best])
+            best = i;
     }
-    return n > 0 ? best : -1;
+    float_leave(float_state);
+    return best;
 }

@@ -56,7 +56,9 @@ int kimi_pack_rows(const uint16_t *w, int64_t rows, int64_t cols, const uint8_t 
 }
 
 int kimi_unpack_rows(const kimi_matrix *w, uint16_t *out) {
-    if (!w || !out || w->format != KIMI_PACKED || w->cols % 64 || !w->data) return KIMI_E_ARGUMENT;
+    if (!w || !out || w->format != KIMI_PACKED || w->rows < 1 || w->cols < 64 || w->cols % 64 ||
+        !w->data || !w->table || !w->starts || !w->escapes)
+        return KIMI_E_ARGUMENT;
     const uint8_t *data = w->data;
     PARALLEL_BEGIN(w->rows * w->cols)
 #pragma omp for schedule(static)

@@ -4,7 +4,7 @@
 KIMI_TARGET void KIMI_FN(prepare)(int format, const float *x, int64_t cols, float *out) {
     (void)format;
     memcpy(out, x, (size_t)cols * sizeof *x);
-    for (int64_t c = cols; c % 128; c++) out[c] = 0.0f;
+    for (int64_t c = cols; c % 16; c++) out[c] = 0.0f;
 }
 
 KIMI_TARGET void KIMI_FN(product)(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x,

@@ -8,14 +8,26 @@
 #if defined(__x86_64__)
 #define KIMI_VARIANT avx2
 #define KIMI_TARGET __attribute__((target("avx2,fma")))
-#include <immintrin.h>
-
-#include "decode.h"
+#include "packed_avx2.h"
 
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
 
-enum { STREAMS = 4, TILE_ROWS = 4 };
+#define VEC __m256
+#define VEC_WIDTH 8
+#define vec_load _mm256_loadu_ps
+#define vec_store _mm256_storeu_ps
+#define vec_mul _mm256_mul_ps
+#define vec_fma _mm256_fmadd_ps
+#define vec_hold(v) __asm__("" : "+x"(v))
+#define BATCH_TARGET AVX2
+#define BATCH_ROWS 3
+#define BATCH_COLUMNS 2
+#define SCALED_ROWS 1 /* not used here */
+#define SCALED_COLUMNS 1
+#include "batch.h"
+
+enum { STREAMS = 4, TILE_ROWS = 6 };
 
 /* Lanes 0..7 and 8..15 of the contract, or, split, its even and odd lanes. */
 typedef struct {
@@ -66,43 +78,6 @@ AVX2_INLINE void multiply_bf16(lanes16 *acc, __m256i w, __m256 even, __m256 odd)
     acc->b = _mm256_fmadd_ps(widen_odd(w), odd, acc->b);
 }
 
-/* One packed block of 64 columns as four vectors of bf16 in column order. */
-AVX2_INLINE void unpack_block(const uint8_t *block, __m256i table, __m256i out[4]) {
-    const __m256i low4 = _mm256_set1_epi8(15);
-    __m256i nibbles = _mm256_loadu_si256((const __m256i *)(const void *)(block + 64));
-    __m256i high[2] = {
-        _mm256_shuffle_epi8(table, _mm256_and_si256(nibbles, low4)),
-        _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low4))};
-    for (int h = 0; h < 2; h++) {
-        __m256i low = _mm256_loadu_si256((const __m256i *)(const void *)(block + 32 * h));
-        out[2 * h] = _mm256_unpacklo_epi8(low, high[h]);
-        out[2 * h + 1] = _mm256_unpackhi_epi8(low, high[h]);
-    }
-}
-
-AVX2_INLINE __m256i load_table(const uint8_t *table) {
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)table));
-}
-
-/* One packed block with the row's escapes from *e on that fall into it. */
-AVX2_INLINE void patch_block(const kimi_matrix *w, const uint8_t *block, int64_t column,
-                             uint32_t *e, uint32_t end, __m256i out[4]) {
-    uint16_t weights[64];
-    unpack_block(block, load_table(w->table), out);
-    for (int i = 0; i < 4; i++)
-        _mm256_storeu_si256((__m256i *)(void *)(weights + 16 * i), out[i]);
-    for (; *e < end && (int64_t)(w->escapes[*e] >> 16) < column + 64; ++*e)
-        weights[(int64_t)(w->escapes[*e] >> 16) - column] = (uint16_t)(w->escapes[*e] & 0xFFFFu);
-    for (int i = 0; i < 4; i++)
-        out[i] = _mm256_loadu_si256((const __m256i *)(const void *)(weights + 16 * i));
-}
-
-AVX2_INLINE __m256i load_tail(const uint16_t *row, int64_t n) {
-    uint16_t tail[16] = {0};
-    memcpy(tail, row, (size_t)n * sizeof *row);
-    return _mm256_loadu_si256((const __m256i *)(const void *)tail);
-}
-
 /* `streams` rows, `step` apart, times one column; unrolled by the compiler per constant. */
 AVX2_INLINE void rows_bf16(const kimi_matrix *w, int64_t row, int64_t step, int streams,
                            const float *x, float *y) {
@@ -116,7 +91,7 @@ AVX2_INLINE void rows_bf16(const kimi_matrix *w, int64_t row, int64_t step, int 
     for (; c + 16 <= w->cols; c += 16) {
         __m256 even = _mm256_loadu_ps(x + c), odd = _mm256_loadu_ps(x + c + 8);
         for (int i = 0; i < streams; i++)
-            multiply_bf16(acc + i, _mm256_loadu_si256((const __m256i *)(const void *)(from[i] + c)),
+            multiply_bf16(acc + i, load_bits(from[i] + c),
                           even, odd);
     }
     for (int i = 0; i < streams; i++) {
@@ -176,9 +151,7 @@ AVX2_INLINE void rows_packed(const kimi_matrix *w, int64_t row, int64_t step, in
     }
     for (int64_t c = 0; c < w->cols;) {
         int64_t stop = w->cols;
-        for (int i = 0; i < streams; i++)
-            if (e[i] < end[i] && (int64_t)(w->escapes[e[i]] >> 16) / 64 * 64 < stop)
-                stop = (int64_t)(w->escapes[e[i]] >> 16) / 64 * 64;
+        for (int i = 0; i < streams; i++) stop = next_escape(w, e[i], end[i], stop);
         for (; c < stop; c += 64)
             for (int i = 0; i < streams; i++) {
                 __m256i weights[4];
@@ -225,19 +198,22 @@ AVX2 static void product_column(const kimi_matrix *w, int64_t lo, int64_t hi, co
     for (; lo < hi; lo++) column_rows(w, lo, 0, 1, x, y);
 }
 
-/* A chunk of one row as float32, in split order for 16-bit formats; returns its padded length. */
-AVX2_INLINE int64_t tile_row(const kimi_matrix *w, int64_t r, int64_t c0, float *out) {
-    if (w->format == KIMI_F32) return decode_row(w, r, c0, out);
-    int64_t n = w->cols - c0 < KIMI_CHUNK ? w->cols - c0 : KIMI_CHUNK, c = 0;
+/* Columns [c0, c0 + n) of row r as float32, split order for 16-bit formats, padded to 16. */
+AVX2_INLINE void tile_row(const kimi_matrix *w, int64_t r, int64_t c0, int64_t n, float *out) {
+    int64_t c = 0;
+    if (w->format == KIMI_F32) {
+        memcpy(out, (const float *)w->data + r * w->cols + c0, (size_t)n * sizeof *out);
+        for (c = n; c % 16; c++) out[c] = 0.0f;
+        return;
+    }
     if (w->format == KIMI_BF16) {
         const uint16_t *row = (const uint16_t *)w->data + r * w->cols + c0;
         for (; c < n; c += 16) {
-            __m256i v = c + 16 <= n ? _mm256_loadu_si256((const __m256i *)(const void *)(row + c))
-                                    : load_tail(row + c, n - c);
+            __m256i v = c + 16 <= n ? load_bits(row + c) : load_tail(row + c, n - c);
             _mm256_storeu_ps(out + c, widen_even(v));
             _mm256_storeu_ps(out + c + 8, widen_odd(v));
         }
-        return c;
+        return;
     }
     const uint8_t *row = (const uint8_t *)w->data + (r * w->cols + c0) / 64 * 96;
     __m256i table = load_table(w->table), weights[4];
@@ -254,59 +230,24 @@ AVX2_INLINE int64_t tile_row(const kimi_matrix *w, int64_t r, int64_t c0, float 
         out[column / 16 * 16 + (column & 1) * 8 + column % 16 / 2] =
             bf16_float((uint16_t)(w->escapes[e] & 0xFFFFu));
     }
-    return n;
-}
-
-/* `rows` tile rows times `columns` columns over n lanes-multiples; both constants at the call. */
-AVX2_INLINE void tile_multiply(float tile[][KIMI_CHUNK], int rows, const float *x,
-                               int64_t x_stride, int columns, int64_t n, float *lanes,
-                               int64_t row_lanes) {
-    lanes16 acc[2][2];
-    for (int r = 0; r < rows; r++)
-        for (int t = 0; t < columns; t++) {
-            acc[r][t].a = _mm256_loadu_ps(lanes + r * row_lanes + 16 * t);
-            acc[r][t].b = _mm256_loadu_ps(lanes + r * row_lanes + 16 * t + 8);
-        }
-    for (int64_t c = 0; c < n; c += 16)
-        for (int t = 0; t < columns; t++) {
-            __m256 a = _mm256_loadu_ps(x + t * x_stride + c);
-            __m256 b = _mm256_loadu_ps(x + t * x_stride + c + 8);
-            for (int r = 0; r < rows; r++) {
-                acc[r][t].a = _mm256_fmadd_ps(_mm256_loadu_ps(tile[r] + c), a, acc[r][t].a);
-                acc[r][t].b = _mm256_fmadd_ps(_mm256_loadu_ps(tile[r] + c + 8), b, acc[r][t].b);
-            }
-        }
-    for (int r = 0; r < rows; r++)
-        for (int t = 0; t < columns; t++) {
-            _mm256_storeu_ps(lanes + r * row_lanes + 16 * t, acc[r][t].a);
-            _mm256_storeu_ps(lanes + r * row_lanes + 16 * t + 8, acc[r][t].b);
-        }
 }
 
 /* `rows` (at most TILE_ROWS) rows times `count` (at most KIMI_BATCH) columns. */
-AVX2 static void product_tile(const kimi_matrix *w, int64_t r0, int rows, const float *x,
+AVX2 static void product_tile(const kimi_matrix *w, int64_t r0, int64_t rows, const float *x,
                               int64_t x_stride, int64_t count, float *y, int64_t y_stride) {
-    float tile[TILE_ROWS][KIMI_CHUNK], lanes[TILE_ROWS][KIMI_BATCH][16];
+    float tile[TILE_ROWS][TILE_COLUMNS] __attribute__((aligned(64)));
+    float lanes[TILE_ROWS][KIMI_BATCH][16] __attribute__((aligned(64)));
     memset(lanes, 0, sizeof lanes);
-    for (int64_t c0 = 0; c0 < w->cols; c0 += KIMI_CHUNK) {
-        int64_t n = 0;
-        for (int r = 0; r < rows; r++) n = tile_row(w, r0 + r, c0, tile[r]);
-        for (int64_t t = 0; t < count; t += 2)
-            for (int r = 0; r < rows; r += 2) {
-                const float *column = x + t * x_stride + c0;
-                float *into = lanes[r][t];
-                int pair = r + 1 < rows;
-                if (pair && t + 1 < count)
-                    tile_multiply(tile + r, 2, column, x_stride, 2, n, into, KIMI_BATCH * 16);
-                else if (pair)
-                    tile_multiply(tile + r, 2, column, x_stride, 1, n, into, KIMI_BATCH * 16);
-                else if (t + 1 < count)
-                    tile_multiply(tile + r, 1, column, x_stride, 2, n, into, KIMI_BATCH * 16);
-                else
-                    tile_multiply(tile + r, 1, column, x_stride, 1, n, into, KIMI_BATCH * 16);
-            }
+    for (int64_t c0 = 0; c0 < w->cols; c0 += TILE_COLUMNS) {
+        int64_t n = w->cols - c0 < TILE_COLUMNS ? w->cols - c0 : TILE_COLUMNS;
+        for (int64_t r = 0; r < rows; r++) tile_row(w, r0 + r, c0, n, tile[r]);
+#define TILE(r, tall, t, wide)                                                                    \
+    dense_tile(tile + (r), tall, x + (t) * x_stride + c0, x_stride, wide, n, lanes[r][t],         \
+               KIMI_BATCH * 16)
+        BATCH_EDGES(TILE, rows, count, BATCH_ROWS, BATCH_COLUMNS)
+#undef TILE
     }
-    for (int r = 0; r < rows; r++)
+    for (int64_t r = 0; r < rows; r++)
         for (int64_t t = 0; t < count; t++) {
             lanes16 v = {_mm256_loadu_ps(lanes[r][t]), _mm256_loadu_ps(lanes[r][t] + 8)};
             y[t * y_stride + r0 + r] = lanes_end(v, w->format != KIMI_F32);
@@ -320,7 +261,7 @@ AVX2 void product_avx2(const kimi_matrix *w, int64_t lo, int64_t hi, const float
         return;
     }
     for (int64_t r = lo; r < hi; r += TILE_ROWS) {
-        int rows = hi - r < TILE_ROWS ? (int)(hi - r) : TILE_ROWS;
+        int64_t rows = hi - r < TILE_ROWS ? hi - r : TILE_ROWS;
         for (int64_t t = 0; t < count; t += KIMI_BATCH)
             product_tile(w, r, rows, x + t * x_stride, x_stride,
                          count - t < KIMI_BATCH ? count - t : KIMI_BATCH, y + t * y_stride,

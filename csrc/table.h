@@ -13,16 +13,21 @@
 /* Columns of X that one pass over the weights serves, and columns of W decoded at once. */
 enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
 
-#define KIMI_KERNELS(K)                                                                           \
-    /* x, cols floats -> out, padded with +0 to a multiple of 128, in the order the kernel wants */ \
+/* Rooms of their own in every instruction set. */
+#define KIMI_PRODUCT_KERNELS(K)                                                                   \
+    /* x, cols floats -> out, in the order the product wants, padded with +0 to a multiple of 16 */ \
     K(prepare, (int format, const float *x, int64_t cols, float *out))                            \
-    K(prepare_mxfp4, (const float *x, int64_t cols, float *out))                                  \
     /* rows [lo, hi) of w times `count` prepared columns */                                       \
     K(product, (const kimi_matrix *w, int64_t lo, int64_t hi, const float *x, int64_t x_stride,   \
                 int64_t count, float *y, int64_t y_stride))                                       \
     K(product_mxfp4, (const uint8_t *packed, const uint8_t *scales, int64_t lo, int64_t hi,       \
                       int64_t cols, const float *x, int64_t x_stride, int64_t count, float *y,    \
-                      int64_t y_stride))                                                          \
+                      int64_t y_stride))
+
+/* The rest; AVX-512 shares these with AVX2. */
+#define KIMI_PLAIN_KERNELS(K)                                                                     \
+    /* the same for product_mxfp4, padded to a multiple of 128 */                                 \
+    K(prepare_mxfp4, (const float *x, int64_t cols, float *out))                                  \
     K(exp, (const float *x, int64_t n, float *y))                                                 \
     K(sigmoid, (const float *x, int64_t n, float *y))                                             \
     K(tanh, (const float *x, int64_t n, float *y))                                                \
@@ -43,6 +48,8 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
                const float *q, float scale, float *out, float *scratch))                          \
     K(expert_sum, (const float *x, const float *weights, int64_t k, int64_t n, float *y))
 
+#define KIMI_KERNELS(K) KIMI_PRODUCT_KERNELS(K) KIMI_PLAIN_KERNELS(K)
+
 #define KIMI_POINTER(name, args) void(*name) args;
 typedef struct {
     KIMI_KERNELS(KIMI_POINTER)
@@ -52,10 +59,12 @@ typedef struct {
 #define KIMI_DECLARE_BASE(name, args) void name##_base args;
 #define KIMI_DECLARE_FMA(name, args) void name##_fma args;
 #define KIMI_DECLARE_AVX2(name, args) void name##_avx2 args;
+#define KIMI_DECLARE_AVX512(name, args) void name##_avx512 args;
 KIMI_KERNELS(KIMI_DECLARE_BASE)
 #if defined(__x86_64__)
 KIMI_KERNELS(KIMI_DECLARE_FMA)
 KIMI_KERNELS(KIMI_DECLARE_AVX2)
+KIMI_PRODUCT_KERNELS(KIMI_DECLARE_AVX512)
 #endif
 
 /* Heads that one call of `attend` takes together, so that a cache row is loaded once for them. */

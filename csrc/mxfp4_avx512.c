@@ -1,0 +1,148 @@
+/* mxfp4_avx512.c: the MXFP4 product for AVX-512.
+ *
+ * x is prepared as for AVX2 (mxfp4_avx2.c). A byte shuffle brings the eight nibbles of lane 4g + l
+ * of a super-block into one dword, in the order of the steps j = 0..7; a step is then a shift and
+ * one look-up in a register that holds the sixteen values:
+ *
+ *     bytes of group g    2l, 2l+1: columns 4l .. 4l+3      8+2l, 9+2l: columns 4l+16 .. 4l+19
+ *     dword 4g + l        [2l | 2l+1 | 8+2l | 9+2l]         nibble j: step j
+ */
+#if defined(__x86_64__)
+#define KIMI_VARIANT avx512
+#include <immintrin.h>
+
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
+#define AVX512_INLINE static inline __attribute__((always_inline)) AVX512
+
+#define VEC __m512
+#define VEC_WIDTH 16
+#define vec_load _mm512_loadu_ps
+#define vec_store _mm512_storeu_ps
+#define vec_mul _mm512_mul_ps
+#define vec_fma _mm512_fmadd_ps
+#define vec_hold(v) __asm__("" : "+v"(v))
+#define BATCH_TARGET AVX512
+#define BATCH_ROWS 1 /* not used here */
+#define BATCH_COLUMNS 1
+#define SCALED_ROWS 4
+#define SCALED_COLUMNS 4
+#include "batch.h"
+
+enum { STREAMS = 2 };
+
+AVX512_INLINE __m512 values(void) {
+    return _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f,
+                          -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+}
+
+/* `groups` (at most 4) groups of 16 bytes, the rest zero, as the lanes' nibbles. */
+AVX512_INLINE __m512i lane_nibbles(const uint8_t *w, int64_t groups) {
+    const __m512i order = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    __mmask16 there = (__mmask16)((1u << (4 * groups)) - 1u);
+    return _mm512_shuffle_epi8(_mm512_maskz_loadu_epi32(there, w), order);
+}
+
+AVX512_INLINE __m512 step_weights(__m512i nibbles, unsigned j, __m512 table) {
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 4 * j), table);
+}
+
+/* The scale bytes of `groups` (at most 4) groups as the factors of 16 lanes. */
+AVX512_INLINE __m512 lane_factors(const uint8_t *scales, int64_t groups) {
+    uint8_t four[4] = {127, 127, 127, 127};
+    int32_t word;
+    memcpy(four, scales, groups < 4 ? (size_t)groups : 4);
+    memcpy(&word, four, sizeof word);
+    __m128i lanes = _mm_shuffle_epi8(
+        _mm_cvtsi32_si128(word), _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
+    __m512i e = _mm512_slli_epi32(_mm512_cvtepu8_epi32(lanes), 23);
+    return _mm512_castsi512_ps(_mm512_max_epu32(e, _mm512_set1_epi32(0x00400000)));
+}
+
+AVX512_INLINE __m512 multiply_super(const uint8_t *w, const uint8_t *scales, int64_t groups,
+                                    const float *x, __m512 acc) {
+    const __m512 table = values();
+    __m512i nibbles = lane_nibbles(w, groups);
+    __m512 p = _mm512_mul_ps(step_weights(nibbles, 0, table), _mm512_loadu_ps(x));
+    for (unsigned j = 1; j < 8; j++)
+        p = _mm512_fmadd_ps(step_weights(nibbles, j, table), _mm512_loadu_ps(x + 16 * j), p);
+    return _mm512_fmadd_ps(p, lane_factors(scales, groups), acc);
+}
+
+/* `streams` rows, `step` apart, times one column; `streams` is a constant at every call. */
+AVX512_INLINE void column_rows(const uint8_t *packed, const uint8_t *scales, int64_t row,
+                               int64_t step, int streams, int64_t groups, const float *x,
+                               float *y) {
+    __m512 acc[STREAMS];
+    for (int i = 0; i < streams; i++) acc[i] = _mm512_setzero_ps();
+    int64_t g = 0;
+    for (; g + 4 <= groups; g += 4)
+        for (int i = 0; i < streams; i++) {
+            int64_t at = (row + i * step) * groups + g;
+            acc[i] = multiply_super(packed + at * 16, scales + at, 4, x + 32 * g, acc[i]);
+        }
+    for (int i = 0; i < streams; i++) {
+        int64_t at = (row + i * step) * groups + g;
+        if (g < groups)
+            acc[i] = multiply_super(packed + at * 16, scales + at, groups - g, x + 32 * g, acc[i]);
+        float a[16];
+        _mm512_storeu_ps(a, acc[i]);
+        y[row + i * step] = lanes_sum(a);
+    }
+}
+
+AVX512_INLINE void tile_super(const uint8_t *w, const uint8_t *scales, int64_t groups,
+                              scaled_super *out) {
+    __m512i nibbles = lane_nibbles(w, groups < 4 ? groups : 4);
+    for (unsigned j = 0; j < 8; j++)
+        _mm512_storeu_ps(out->step[j], step_weights(nibbles, j, values()));
+    _mm512_storeu_ps(out->factor, lane_factors(scales, groups));
+}
+
+/* `rows` (at most SCALED_ROWS) rows times `count` (at most KIMI_BATCH) columns. */
+AVX512 static void product_tile(const uint8_t *w, const uint8_t *scales, int64_t rows,
+                                int64_t groups, const float *x, int64_t x_stride, int64_t count,
+                                float *y, int64_t y_stride) {
+    scaled_super tile[SCALED_ROWS][TILE_SUPERS] __attribute__((aligned(64)));
+    float lanes[SCALED_ROWS][KIMI_BATCH][16] __attribute__((aligned(64)));
+    memset(lanes, 0, sizeof lanes);
+    int64_t all = (groups + 3) / 4;
+    for (int64_t s0 = 0; s0 < all; s0 += TILE_SUPERS) {
+        int64_t supers = all - s0 < TILE_SUPERS ? all - s0 : TILE_SUPERS;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t s = 0; s < supers; s++) {
+                int64_t g = 4 * (s0 + s), at = r * groups + g;
+                tile_super(w + at * 16, scales + at, groups - g, tile[r] + s);
+            }
+#define TILE(r, tall, t, wide)                                                                    \
+    scaled_tile(tile + (r), tall, x + (t) * x_stride + 128 * s0, x_stride, wide, supers,          \
+                lanes[r][t], KIMI_BATCH * 16)
+        BATCH_EDGES(TILE, rows, count, SCALED_ROWS, SCALED_COLUMNS)
+#undef TILE
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t t = 0; t < count; t++) y[t * y_stride + r] = lanes_sum(lanes[r][t]);
+}
+
+AVX512 void product_mxfp4_avx512(const uint8_t *packed, const uint8_t *scales, int64_t lo,
+                                 int64_t hi, int64_t cols, const float *x, int64_t x_stride,
+                                 int64_t count, float *y, int64_t y_stride) {
+    int64_t groups = cols / 32;
+    if (count == 1) {
+        int64_t step = (hi - lo) / STREAMS;
+        for (int64_t r = lo; r < lo + step; r++)
+            column_rows(packed, scales, r, step, STREAMS, groups, x, y);
+        for (int64_t r = lo + STREAMS * step; r < hi; r++)
+            column_rows(packed, scales, r, 0, 1, groups, x, y);
+        return;
+    }
+    for (int64_t r = lo; r < hi; r += SCALED_ROWS)
+        for (int64_t t = 0; t < count; t += KIMI_BATCH)
+            product_tile(packed + r * groups * 16, scales + r * groups,
+                         hi - r < SCALED_ROWS ? hi - r : SCALED_ROWS, groups, x + t * x_stride,
+                         x_stride, count - t < KIMI_BATCH ? count - t : KIMI_BATCH,
+                         y + t * y_stride + r, y_stride);
+}
+#else
+typedef int kimi_no_avx512_mxfp4;
+#endif

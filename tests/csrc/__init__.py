@@ -1,0 +1,1 @@
+"""Tests of the C rooms, one file a room, all through kimi_cli.native."""
