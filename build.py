@@ -35,7 +35,8 @@ def cdef() -> str:
     match = re.search(r"/\* cdef begin \*/(.*)/\* cdef end \*/", text, re.DOTALL)
     if not match:
         raise RuntimeError("csrc/kimi.h has lost its cdef markers")
-    return re.sub(r"(#define \w+ \S+).*", r"\1", re.sub(r"/\*.*?\*/", "", match[1], flags=re.DOTALL))
+    declarations = re.sub(r"/\*.*?\*/", "", match[1], flags=re.DOTALL)
+    return re.sub(r"(#define \w+ \S+).*", r"\1", declarations)
 
 
 def compile_extension(out: Path) -> Path:

@@ -25,7 +25,7 @@
 #define BATCH_ROWS 1 /* not used here */
 #define BATCH_COLUMNS 1
 #define SCALED_ROWS 4
-#define SCALED_COLUMNS 4
+#define SCALED_COLUMNS 2
 #include "batch.h"
 
 enum { STREAMS = 2 };

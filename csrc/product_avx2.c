@@ -8,7 +8,7 @@
 #if defined(__x86_64__)
 #define KIMI_VARIANT avx2
 #define KIMI_TARGET __attribute__((target("avx2,fma")))
-#include "packed_avx2.h"
+#include "dense_avx2.h"
 
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
@@ -29,27 +29,6 @@
 
 enum { STREAMS = 4, TILE_ROWS = 6 };
 
-/* Lanes 0..7 and 8..15 of the contract, or, split, its even and odd lanes. */
-typedef struct {
-    __m256 a, b;
-} lanes16;
-
-AVX2_INLINE float lanes_end(lanes16 v, int split) {
-    float a[16], even[8], odd[8];
-    if (!split) {
-        _mm256_storeu_ps(a, v.a);
-        _mm256_storeu_ps(a + 8, v.b);
-        return lanes_sum(a);
-    }
-    _mm256_storeu_ps(even, v.a);
-    _mm256_storeu_ps(odd, v.b);
-    for (int i = 0; i < 8; i++) {
-        a[2 * i] = even[i];
-        a[2 * i + 1] = odd[i];
-    }
-    return lanes_sum(a);
-}
-
 AVX2 void prepare_avx2(int format, const float *x, int64_t cols, float *out) {
     int64_t c = 0;
     if (format != KIMI_F32) {
@@ -65,12 +44,6 @@ AVX2 void prepare_avx2(int format, const float *x, int64_t cols, float *out) {
     }
     memcpy(out, x, (size_t)cols * sizeof *x);
     for (c = cols; c % 16; c++) out[c] = 0.0f;
-}
-
-AVX2_INLINE __m256 widen_even(__m256i w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
-
-AVX2_INLINE __m256 widen_odd(__m256i w) {
-    return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xFFFF0000u)));
 }
 
 AVX2_INLINE void multiply_bf16(lanes16 *acc, __m256i w, __m256 even, __m256 odd) {
@@ -196,40 +169,6 @@ AVX2 static void product_column(const kimi_matrix *w, int64_t lo, int64_t hi, co
         lo += 4 * step;
     }
     for (; lo < hi; lo++) column_rows(w, lo, 0, 1, x, y);
-}
-
-/* Columns [c0, c0 + n) of row r as float32, split order for 16-bit formats, padded to 16. */
-AVX2_INLINE void tile_row(const kimi_matrix *w, int64_t r, int64_t c0, int64_t n, float *out) {
-    int64_t c = 0;
-    if (w->format == KIMI_F32) {
-        memcpy(out, (const float *)w->data + r * w->cols + c0, (size_t)n * sizeof *out);
-        for (c = n; c % 16; c++) out[c] = 0.0f;
-        return;
-    }
-    if (w->format == KIMI_BF16) {
-        const uint16_t *row = (const uint16_t *)w->data + r * w->cols + c0;
-        for (; c < n; c += 16) {
-            __m256i v = c + 16 <= n ? load_bits(row + c) : load_tail(row + c, n - c);
-            _mm256_storeu_ps(out + c, widen_even(v));
-            _mm256_storeu_ps(out + c + 8, widen_odd(v));
-        }
-        return;
-    }
-    const uint8_t *row = (const uint8_t *)w->data + (r * w->cols + c0) / 64 * 96;
-    __m256i table = load_table(w->table), weights[4];
-    for (; c < n; c += 64) {
-        unpack_block(row + c / 64 * 96, table, weights);
-        for (int i = 0; i < 4; i++) {
-            _mm256_storeu_ps(out + c + 16 * i, widen_even(weights[i]));
-            _mm256_storeu_ps(out + c + 16 * i + 8, widen_odd(weights[i]));
-        }
-    }
-    for (uint32_t e = decode_escape(w, r, c0); e < w->starts[r + 1]; e++) {
-        int64_t column = (int64_t)(w->escapes[e] >> 16) - c0;
-        if (column >= n) break;
-        out[column / 16 * 16 + (column & 1) * 8 + column % 16 / 2] =
-            bf16_float((uint16_t)(w->escapes[e] & 0xFFFFu));
-    }
 }
 
 /* `rows` (at most TILE_ROWS) rows times `count` (at most KIMI_BATCH) columns. */

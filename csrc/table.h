@@ -15,8 +15,6 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
 
 /* Rooms of their own in every instruction set. */
 #define KIMI_PRODUCT_KERNELS(K)                                                                   \
-    /* x, cols floats -> out, in the order the product wants, padded with +0 to a multiple of 16 */ \
-    K(prepare, (int format, const float *x, int64_t cols, float *out))                            \
     /* rows [lo, hi) of w times `count` prepared columns */                                       \
     K(product, (const kimi_matrix *w, int64_t lo, int64_t hi, const float *x, int64_t x_stride,   \
                 int64_t count, float *y, int64_t y_stride))                                       \
@@ -26,6 +24,8 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
 
 /* The rest; AVX-512 shares these with AVX2. */
 #define KIMI_PLAIN_KERNELS(K)                                                                     \
+    /* x, cols floats -> out, in the order the product wants, padded with +0 to a multiple of 16 */ \
+    K(prepare, (int format, const float *x, int64_t cols, float *out))                            \
     /* the same for product_mxfp4, padded to a multiple of 128 */                                 \
     K(prepare_mxfp4, (const float *x, int64_t cols, float *out))                                  \
     K(exp, (const float *x, int64_t n, float *y))                                                 \

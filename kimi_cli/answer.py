@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def answer(
     quiet: bool,
 ) -> None:
     """Generates and prints. Raises KimiError of any kind, KeyboardInterrupt, OutputClosed."""
+    _check_outputs(logits, all_logits)
     memory.one_arena()
     native.set_isa(settings.isa)
     machine = limits(settings)
@@ -120,6 +122,9 @@ def answer(
                 engine.load(report)
             try:
                 generate(engine, job, outcome, emit)
+            except console.OutputClosed:
+                quiet = True  # nobody is left to tell
+                raise
             finally:
                 rest = shown.finish() if shown else ""
                 stats = statistics(engine, outcome)
@@ -127,12 +132,22 @@ def answer(
                     result = _result(ids, outcome, shown, given, stats)
                     if outcome.ids or outcome.stop_reason != "interrupted":
                         console.put(json.dumps(result, ensure_ascii=False) + "\n")
-                elif shown:
-                    console.put(rest + "\n")
-    if not shown and not as_json:
-        console.put(",".join(map(str, outcome.ids)) + "\n")
-    if not quiet:
-        console.note(summary(stats, len(ids), len(outcome.ids)))
+                else:
+                    console.put((rest if shown else ",".join(map(str, outcome.ids))) + "\n")
+                if not quiet:
+                    console.note(summary(stats, len(ids), len(outcome.ids)))
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    """Refuses what could not be written, before anything is read."""
+    given = [path for path in paths if path is not None]
+    for path in given:
+        if path.exists() and not path.is_file():  # a rename would put a file in its place
+            raise UsageError(f"{path} is not a regular file: logits are written to one")
+        if not os.access(path.parent, os.W_OK):
+            raise UsageError(f"{path} cannot be written: its directory is missing or read-only")
+    if len({os.path.realpath(path) for path in given}) < len(given):
+        raise UsageError(f"--logits and --all-logits both name {given[0]}: give two files")
 
 
 def _tokenizer_bytes(directory: Path, config: Config) -> int:

@@ -21,11 +21,20 @@ ISAS = ["auto", "scalar", "avx2", "avx512", "neon"]
 THINKING = ["off", "low", "medium", "high", "max"]
 
 
-def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Bytes of a memory size; 0 for auto."""
     from kimi_cli.units import parse_size
 
+    if value is None:
+        return None
     return 0 if value == "auto" else parse_size(value)
+
+
+def _preset(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Bytes of a preset."""
+    from kimi_cli.presets import preset_budget
+
+    return None if value is None else preset_budget(value)
 
 
 FOLDER = click.Path(path_type=Path)
@@ -43,18 +52,33 @@ def model_options(command: Command) -> Command:
     return model(trunk(command))
 
 
+def budget_options(command: Command) -> Command:
+    """What a plan depends on, besides the model and the context."""
+    options = [
+        click.option("--ram", callback=_size, help="Memory limit: 8G, 512M, auto [auto]."),
+        click.option("--preset", callback=_preset, help="A limit by name, see kimi presets."),
+        click.option("--threads", type=click.IntRange(1), help="Threads [all processors]."),
+        click.option("--prefill-chunk", type=click.IntRange(1), help="Prompt tokens per pass."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def engine_options(command: Command) -> Command:
     """What the engine may use."""
     options = [
-        click.option("--ram", callback=_size, default="auto", help="Memory limit: 8G, 512M, auto."),
-        click.option("--threads", type=click.IntRange(1), help="Threads [all processors]."),
-        click.option("--prefill-chunk", type=click.IntRange(1), help="Prompt tokens per pass."),
+        budget_options,
         click.option("--isa", type=click.Choice(ISAS), default="auto", help="Instruction set."),
         click.option("--context", type=click.IntRange(1), help="Positions [prompt and answer]."),
     ]
     for option in reversed(options):
         command = option(command)
     return command
+
+
+CONTEXT = click.option("--context", type=click.IntRange(1), help="Positions [1024].")
+JSON = click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -131,6 +155,64 @@ def generate(**options: Any) -> None:
 
 
 @cli.command()
+@model_options
+@budget_options
+@CONTEXT
+@JSON
+def plan(as_json: bool, **options: Any) -> None:
+    """Show what a budget holds in memory and what each token then reads.
+
+    Example: kimi plan --ram 8G
+    """
+    from kimi_cli.planning import show_plan
+
+    show_plan(_settings(options), as_json)
+
+
+@cli.command()
+@model_options
+@CONTEXT
+@JSON
+def presets(as_json: bool, **options: Any) -> None:
+    """List the budgets that have a name, with what each holds and reads.
+
+    Example: kimi presets
+    """
+    from kimi_cli.planning import show_presets
+
+    show_presets(_settings(options), as_json)
+
+
+@cli.command()
+@click.argument("directory", type=FOLDER, required=False)
+@model_options
+@CONTEXT
+@JSON
+def doctor(directory: Path | None, as_json: bool, **options: Any) -> None:
+    """Measure this machine and foretell its speed; DIRECTORY is where the model would lie.
+
+    Example: kimi doctor .
+    """
+    from kimi_cli.doctor import doctor as run
+
+    run(_settings(options), directory, as_json)
+
+
+@cli.command()
+@model_options
+@click.option("--deep", is_flag=True, help="Read every expert too, and keep their checksums.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a list.")
+def verify(model: Path | None, trunk: Path | None, deep: bool, as_json: bool) -> None:
+    """Check every file of a checkpoint and its trunk, and say what to do about each bad one.
+
+    Example: kimi verify -m ~/Kimi-K3
+    """
+    from kimi_cli.verify import verify as run
+
+    run(model, trunk, deep=deep, as_json=as_json)
+
+
+@cli.command()
 @click.option("--isa", type=click.Choice(ISAS), help="Only this instruction set.")
 def selftest(isa: str | None) -> None:
     """Check the installed program against golden vectors, on this CPU.
@@ -143,15 +225,20 @@ def selftest(isa: str | None) -> None:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
+    """Raises UsageError for two budgets."""
     from kimi_cli.answer import Settings
+    from kimi_cli.errors import UsageError
 
+    ram, preset = options.get("ram"), options.get("preset")
+    if ram is not None and preset is not None:
+        raise UsageError("--ram and --preset both name a memory limit: give one of them")
     return Settings(
         model=options["model"],
         trunk=options["trunk"],
-        ram=options["ram"],
-        threads=options["threads"],
-        chunk=options["prefill_chunk"],
-        isa=options["isa"],
+        ram=ram or preset or 0,
+        threads=options.get("threads"),
+        chunk=options.get("prefill_chunk"),
+        isa=options.get("isa", "auto"),
         context=options["context"],
     )
 

@@ -27,8 +27,10 @@ def put(text: str) -> None:
         sys.stdout.buffer.write(text.encode("utf-8", "replace"))
         sys.stdout.buffer.flush()
     except BrokenPipeError:
+        _silence_stdout()
         raise OutputClosed from None
     except OSError as error:
+        _silence_stdout()
         raise KimiError(f"standard output cannot be written: {error.strerror}") from None
 
 
@@ -56,16 +58,20 @@ def run(command: Callable[[], None]) -> int:
     try:
         command()
     except OutputClosed:
+        return Exit.DONE
+    except (KeyboardInterrupt, click.Abort) as stop:  # click makes an Abort of an interruption
+        terminated = isinstance(stop.__cause__ or stop, Terminated)
+        return Exit.TERMINATED if terminated else Exit.INTERRUPTED
+    except SystemExit:  # how click takes a closed stdout
         _silence_stdout()
         return Exit.DONE
-    except Terminated:
-        return Exit.TERMINATED
-    except (KeyboardInterrupt, click.Abort):
-        return Exit.INTERRUPTED
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.ClickException as error:
-        note(f"kimi: {error.format_message()}")
+        text = error.format_message()
+        # where a command is missing, click's message is the whole help
+        for line in text.splitlines() if "\n" in text else [f"kimi: {text}"]:
+            note(line)
         return Exit.USAGE
     except KimiError as error:
         note(f"kimi: {error}")
@@ -74,12 +80,15 @@ def run(command: Callable[[], None]) -> int:
         note("kimi: the system refused memory that the plan had counted on; lower --ram")
         return Exit.FAILED
     except OSError as error:
-        note(f"kimi: {error.filename or 'a file'}: {error.strerror or error}")
+        where = f"{error.filename}: " if error.filename else ""
+        note(f"kimi: {where}{error.strerror or error}")
+        if not where:
+            _silence_stdout()
         return Exit.FAILED
     return Exit.DONE
 
 
 def _silence_stdout() -> None:
-    """Keeps the interpreter from complaining about the closed pipe when it exits."""
+    """Keeps the interpreter from complaining about what stdout would not take when it exits."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -83,22 +84,28 @@ class Engine:
     ) -> None:
         self.config, self.plan = source.config, plan
         native.set_threads(plan.threads)
-        self._reader = Reader(plan.readers)
         trunk = source.trunk
-        self.weights = Weights(trunk, plan, self._reader)
-        self.experts = Experts(
-            source.config,
-            trunk.experts,
-            trunk.shards,
-            plan.slots,
-            plan.slot_bytes,
-            self._reader,
-            source.sums,
-        )
-        self.model = Model(
-            source.config, trunk, self.weights, self.experts, plan.buffers, trace, progress
-        )
-        self.state = State(source.config, plan.context)
+        with ExitStack() as stack:
+            self._reader = Reader(plan.readers)
+            stack.callback(self._reader.close)
+            self.weights = Weights(trunk, plan, self._reader)
+            stack.callback(self.weights.close)
+            self.experts = Experts(
+                source.config,
+                trunk.experts,
+                trunk.shards,
+                plan.slots,
+                plan.slot_bytes,
+                self._reader,
+                source.sums,
+            )
+            stack.callback(self.experts.close)
+            self.model = Model(
+                source.config, trunk, self.weights, self.experts, plan.buffers, trace, progress
+            )
+            stack.callback(self.model.close)
+            self.state = State(source.config, plan.context)
+            self._files = stack.pop_all()
 
     def __enter__(self) -> Engine:
         return self
@@ -110,9 +117,7 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self._reader.close()
-        self.model.close()
-        self.experts.close()
-        self.weights.close()
+        self._files.close()
 
     def load(self, report: Callable[[int, int], None] | None = None) -> None:
         """Reads what the plan pins; before the first token."""

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kimi_cli import native
+from kimi_cli import native, remedy
 from kimi_cli.cache import ExpertCache
 from kimi_cli.checkpoint import ExpertTable
 from kimi_cli.config import Config
 from kimi_cli.errors import CheckpointError, ReadError
+from kimi_cli.expertsums import expert_crc
 from kimi_cli.native import U8
 from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_up
 from kimi_cli.tensors import EXPERT_PARTS, expert_bytes, expert_prefix, expert_shapes
@@ -34,7 +36,10 @@ class Expert(NamedTuple):
 
 
 class Experts:
-    """Expert slots under one plan; belongs to one thread. `close` it: it holds files."""
+    """Expert slots under one plan; belongs to one thread. `close` it: it holds files.
+
+    With `sums`, uint32 [layers, experts], every expert read is held against its CRC-32C.
+    """
 
     def __init__(
         self,
@@ -44,8 +49,9 @@ class Experts:
         slots: int,
         slot_bytes: int,
         reader: Reader,
+        sums: NDArray[np.uint32] | None = None,
     ) -> None:
-        self._table, self._reader = table, reader
+        self._table, self._reader, self._sums = table, reader, sums
         self._shapes = expert_shapes(config)
         self._extent = expert_bytes(config)
         memory = allocate(slots * slot_bytes)
@@ -146,7 +152,9 @@ class Experts:
         return self._reader.submit(work, urgent=True)
 
     def _check(self, layer: int, expert: int, slot: int) -> None:
-        """Refuses a scale byte that means NaN."""
+        """Refuses bytes that differ from their checksum, and a scale byte that means NaN."""
+        if self._sums is not None:
+            self._check_sum(layer, expert, expert_crc(self._view(slot)), self._sums)
         for part, tensor in enumerate(self._view(slot)):
             if not EXPERT_PARTS[part].endswith("weight_scale"):
                 continue
@@ -158,6 +166,19 @@ class Experts:
                     f"{file.path}: {expert_prefix(layer, expert)}{EXPERT_PARTS[part]}: scale byte "
                     f"255 (NaN) at offset {offset}: the shard is damaged, download it again"
                 )
+
+    def _check_sum(self, layer: int, expert: int, found: int, sums: NDArray[np.uint32]) -> None:
+        wanted = int(sums[layer, expert])
+        if found == wanted:
+            return
+        paths = [self._paths[shard] for shard in self._table.shard[layer, expert].tolist()]
+        names = dict.fromkeys(path.name for path in paths)
+        offset = int(self._table.offset[layer, expert, 0])
+        raise ReadError(
+            f"{paths[0]}: {expert_prefix(layer, expert)}* at offset {offset} has checksum "
+            f"{found:08x}, wanted {wanted:08x}: the file is damaged, "
+            f"{remedy.download(paths[0].parent, names)}"
+        )
 
     def _view(self, slot: int) -> Expert:
         whole = np.frombuffer(self._slots[slot], dtype=np.uint8)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kimi_cli import native
+from kimi_cli.console import OutputClosed
 from kimi_cli.engine import Engine
 from kimi_cli.memory import peak_rss
 from kimi_cli.native import F32
@@ -40,21 +42,29 @@ def generate(engine: Engine, job: Job, outcome: Outcome, emit: Callable[[int], N
     """Runs `job`, calling `emit` with each id as it is decided and keeping `outcome` current.
 
     `outcome` is passed in so that an interruption loses nothing; the logits files then hold what
-    belongs to the ids it has. Raises ReadError, CheckpointError, NumericError.
+    belongs to the ids it has. Raises ReadError, CheckpointError, NumericError; and OutputClosed, if
+    `emit` does.
     """
-    vocab = engine.config.vocab_size
-    files = [NpyWriter(path, vocab) for path in (job.all_logits, job.logits) if path is not None]
-    prompt_rows = files[0] if job.all_logits is not None else None
-    rows = files[-1] if job.logits is not None else None
-    try:
-        _run(engine, job, outcome, emit, prompt_rows, rows)
-    except KeyboardInterrupt:
-        for file in files:
-            file.close()
-        raise
-    finally:
-        for file in files:
-            file.discard()
+    with ExitStack() as stack:
+        prompt_rows = _writer(job.all_logits, engine, stack)
+        rows = _writer(job.logits, engine, stack)
+        try:
+            _run(engine, job, outcome, emit, prompt_rows, rows)
+        except (KeyboardInterrupt, OutputClosed):
+            if prompt_rows is not None:
+                prompt_rows.close()
+            if rows is not None:
+                rows.close(len(outcome.ids))
+            raise
+
+
+def _writer(path: Path | None, engine: Engine, stack: ExitStack) -> NpyWriter | None:
+    """A file of logits; what is not published when `stack` ends is removed."""
+    if path is None:
+        return None
+    writer = NpyWriter(path, engine.config.vocab_size)
+    stack.callback(writer.discard)
+    return writer
 
 
 def _run(

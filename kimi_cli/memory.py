@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 from pathlib import Path
 
+from kimi_cli import cgroup
 from kimi_cli.units import MIB
 
-UNLIMITED = 1 << 60
-"""cgroup v1 writes its 'no limit' as a number near 2^63."""
 MARGIN = 64 * MIB
+_FIELD = re.compile(rb"^MemAvailable:[ \t]*([0-9]{1,15}) kB$", re.MULTILINE)
 
 
 def _status(field: str, path: Path = Path("/proc/self/status")) -> int:
@@ -39,92 +40,30 @@ def one_arena() -> None:
 
 
 def cpus() -> int:
-    """Processors this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
-def _number(path: Path) -> int | None:
-    """The byte count in a control file, or None when it is missing, malformed or unlimited."""
-    try:
-        text = path.read_text().strip()
-        value = int(text)
-    except (OSError, ValueError):
-        return None
-    return value if 0 <= value < UNLIMITED else None
-
-
-def _groups(root: Path, proc: Path) -> list[tuple[Path, Path, str, str]]:
-    """(mount point, group directory, limit file, usage file) of every memory controller."""
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        fields = line.split(":", 2)
-        if len(fields) != 3:
-            continue
-        _, controllers, group = fields
-        if controllers == "":
-            mount, names = root, ("memory.max", "memory.current")
-            if (root / "unified").is_dir():
-                mount = root / "unified"
-        elif "memory" in controllers.split(","):
-            mount, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        found.append((mount, mount / group.lstrip("/"), *names))
-    return found
-
-
-def group_available(
-    root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """Bytes the control groups still leave us, the tightest ancestor deciding; None: no limit.
-
-    Page cache counts as used there but is given back under pressure, so inactive file pages are
-    added again where the kernel tells them.
-    """
-    tightest = None
-    for mount, group, limit_name, usage_name in _groups(root, proc):
-        while True:
-            limit = _number(group / limit_name)
-            if limit is not None:
-                used = max((_number(group / usage_name) or 0) - _inactive(group), 0)
-                left = max(limit - used, 0)
-                tightest = left if tightest is None else min(tightest, left)
-            if group == mount or mount not in group.parents:
-                break
-            group = group.parent
-    return tightest
-
-
-def _inactive(group: Path) -> int:
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file") and value.strip().isdigit():
-            return int(value)
-    return 0
+    """Processors this process may keep busy: its affinity, and its groups' quota rounded up."""
+    most = len(os.sched_getaffinity(0))
+    quota = cgroup.processors()
+    return most if quota is None else max(min(most, quota), 1)
 
 
 def machine_available(path: Path = Path("/proc/meminfo")) -> int:
-    """Bytes the kernel thinks can be had without swapping (MemAvailable)."""
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{path}: no MemAvailable")
+    """Bytes the kernel thinks can be had without swapping (MemAvailable), else its free pages."""
+    try:
+        found = _FIELD.search(path.read_bytes())
+    except OSError:
+        found = None
+    if found is None:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(found[1]) * 1024
 
 
 def available() -> int:
     """What `--ram auto` takes: available memory under every limit, plus what we hold already, less
     a margin for page tables and the kernel's share."""
-    limits = [machine_available()]
-    group = group_available()
+    left = machine_available()
+    most = left + rss()
+    group = cgroup.memory()
     if group is not None:
-        limits.append(group)
-    left = min(limits)
-    return max(left + rss() - MARGIN - left // 32, 0)
+        left = min(left, group.left)
+        most = min(left + rss(), group.limit)
+    return max(most - MARGIN - left // 32, 0)

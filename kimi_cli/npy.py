@@ -17,6 +17,7 @@ class NpyWriter:
 
     def __init__(self, path: Path, width: int) -> None:
         self._path, self._width, self.rows = path, width, 0
+        self._published = False
         self._part = path.with_name(path.name + ".part")
         try:
             self._file = self._part.open("wb")
@@ -32,9 +33,16 @@ class NpyWriter:
             raise self._failed(error) from None
         self.rows += len(rows)
 
-    def close(self) -> None:
-        """Completes the header, syncs and publishes the file."""
+    def close(self, rows: int | None = None) -> None:
+        """Completes the header, syncs and publishes the file; does nothing the second time.
+
+        `rows` keeps only so many of those written, for a run that was interrupted.
+        """
+        if self._published:
+            return
+        self.rows = self.rows if rows is None else min(self.rows, rows)
         try:
+            self._file.truncate(HEADER + self.rows * self._width * 4)  # an interrupted write
             self._file.seek(0)
             self._file.write(self._header())
             self._file.flush()
@@ -43,14 +51,16 @@ class NpyWriter:
             os.replace(self._part, self._path)
         except OSError as error:
             raise self._failed(error) from None
+        self._published = True
 
     def discard(self) -> None:
         """Removes what was written; does nothing after `close`."""
-        if not self._file.closed:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            with contextlib.suppress(OSError):
-                self._part.unlink()
+        if self._published:
+            return
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._part.unlink()
 
     def _header(self) -> bytes:
         """numpy's format 1.0, padded to a fixed length."""

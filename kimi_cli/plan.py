@@ -37,7 +37,8 @@ SLACK = MIB
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One piece of the walk that is held or streamed as a whole: a unit's head (`matrix` -1) or a
-    row block of its matrix number `matrix`. `size` is its bytes in memory."""
+    row block of its matrix number `matrix`. `size` is its bytes in memory: whole pages of its file.
+    """
 
     unit: int
     matrix: int
@@ -46,7 +47,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        return round_up(self.length)
+        return round_up(self.offset % ALIGN + self.length)
 
 
 @dataclass(frozen=True)

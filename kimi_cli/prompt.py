@@ -16,8 +16,11 @@ from kimi_cli.errors import TokenizerError, UsageError
 from kimi_cli.jsonfile import parse_json
 from kimi_cli.tokenizer import TextStream, Tokenizer
 
-CHAT_TOKENS = 256
-"""More than the chat format adds to one message, the note on thinking effort included."""
+CHAT_TOKENS, THINKING_TOKENS = 128, 256
+"""More than the chat format adds to a prompt and its system message; the note on thinking effort.
+Counted at a byte a token, the most that any vocabulary can make of it."""
+MESSAGE_FACTOR = 3
+"""More than the chat format makes of a byte of `--messages`, whose JSON is the terser one."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,11 @@ def prompt_bounds(given: Given, config: Config) -> tuple[int, int]:
         return count, count
     texts = [given.text or "", given.system or ""]
     size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
-    for path in (given.file, given.messages):
+    for path, factor in ((given.file, 1), (given.messages, MESSAGE_FACTOR)):
         if path is not None and path.is_file():
-            size += path.stat().st_size
-    return 1, size + CHAT_TOKENS
+            size += path.stat().st_size * factor
+    note = 0 if given.thinking == "off" else THINKING_TOKENS
+    return 1, size + CHAT_TOKENS + note
 
 
 def parse_ids(text: str, vocab_size: int) -> list[int]:

@@ -35,4 +35,4 @@ class State:
 
 def _zeros(*shape: int) -> F32:
     size = int(np.prod(shape))
-    return np.frombuffer(allocate(size * 4), dtype=np.float32)[:size].reshape(shape)
+    return np.frombuffer(allocate(max(size, 1) * 4), dtype=np.float32)[:size].reshape(shape)

@@ -50,9 +50,8 @@ class DirectFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.direct = False
-        self._fd = -1
-        self._retired: list[int] = []
+        self._fd = self._direct_fd = -1
+        self._lock = threading.Lock()
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self.size = os.fstat(self._fd).st_size
@@ -72,7 +71,12 @@ class DirectFile:
                 os.close(direct)
             return
         os.close(self._fd)
-        self._fd, self.direct = direct, True
+        self._fd = self._direct_fd = direct
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return self._fd == self._direct_fd
 
     def read(self, offset: int, length: int, buffer: memoryview) -> int:
         """Reads `length` bytes at `offset` into `buffer`; returns where in it they begin.
@@ -88,12 +92,14 @@ class DirectFile:
         done = 0
         while done < want:
             end = min(room, done + CALL_BYTES)
+            fd = self._fd
+            direct = fd == self._direct_fd  # another thread may fall back meanwhile
             try:
-                count = os.preadv(self._fd, [buffer[done:end]], start + done)
+                count = os.preadv(fd, [buffer[done:end]], start + done)
             except InterruptedError:
                 continue
             except OSError as error:
-                if error.errno == errno.EINVAL and self.direct:
+                if error.errno == errno.EINVAL and direct:
                     self._fall_back()
                     continue
                 raise ReadError(
@@ -105,7 +111,7 @@ class DirectFile:
                     "the file has been cut short"
                 )
             done += count
-            if done < want and count % ALIGN and self.direct:
+            if done < want and count % ALIGN and direct:
                 done -= count % ALIGN  # a direct read must go on from an aligned offset
                 if count < ALIGN:
                     raise ReadError(
@@ -117,20 +123,23 @@ class DirectFile:
         return lead
 
     def _fall_back(self) -> None:
-        """Buffered reads from now on: this file system only pretends to read directly."""
-        try:
-            buffered = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ReadError(f"{self.path}: cannot be opened: {error.strerror}") from None
-        self._retired.append(self._fd)  # another thread may be reading from it
-        self._fd, self.direct = buffered, False
+        """Buffered reads from now on: this file system only pretends to read directly.
+
+        The direct descriptor stays open: another thread may be reading from it.
+        """
+        with self._lock:
+            if not self.direct:
+                return
+            try:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ReadError(f"{self.path}: cannot be opened: {error.strerror}") from None
 
     def close(self) -> None:
         """Closes the file; no read may be running."""
-        for fd in (self._fd, *self._retired):
-            if fd >= 0:
-                os.close(fd)
-        self._fd, self._retired = -1, []
+        for fd in {self._fd, self._direct_fd} - {-1}:
+            os.close(fd)
+        self._fd = self._direct_fd = -1
 
 
 class Ticket:

@@ -36,7 +36,7 @@ def format_size(count: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """`seconds` as a person says it: `0.42 s`, `12 s`, `3 min 05 s`, `2 h 14 min`, `3 d 4 h`."""
-    if seconds < 10:
+    if seconds < 9.995:
         return f"{seconds:.2f} s"
     whole = round(seconds)
     if whole < 60:

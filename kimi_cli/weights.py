@@ -18,7 +18,7 @@ from kimi_cli import native
 from kimi_cli.errors import ReadError
 from kimi_cli.native import F32, U8, Format, Matrix
 from kimi_cli.plan import Plan, Segment, walk
-from kimi_cli.stream import DirectFile, Reader, Ring, Ticket, allocate, round_up
+from kimi_cli.stream import ALIGN, DirectFile, Reader, Ring, Ticket, allocate, round_up
 from kimi_cli.trunk import Block, StoredMatrix, Trunk, Unit
 
 Report = Callable[[int, int], None]
@@ -160,7 +160,7 @@ class Weights:
 
         for place in sorted(self._plan.pinned):
             segment = self._walk[place]
-            starts[place] = at
+            starts[place] = at + segment.offset % ALIGN
             flying.append((segment, self._submit(place, memory[at : at + segment.size])))
             at += segment.size
             if len(flying) >= LOADS_IN_FLIGHT:
@@ -186,8 +186,9 @@ class Weights:
             while at < len(matrix.blocks):
                 span = 0
                 while at + span < len(matrix.blocks) and place + at + span in starts:
+                    end = starts[place + at + span] + matrix.blocks[at + span].block.length
                     span += 1
-                    if whole_heads:
+                    if whole_heads or starts.get(place + at + span) != end:
                         break
                 if span:
                     first, last = matrix.blocks[at], matrix.blocks[at + span - 1]
@@ -230,10 +231,10 @@ class Weights:
         expected, buffer, ticket = self._ahead[0]
         if expected != place:
             raise AssertionError(f"segment {place} asked for, {expected} is next")
-        ticket.wait()
+        lead = ticket.wait()
         length = self._walk[place].length
         self.bytes_read += length
-        return _array(buffer)[:length]
+        return _array(buffer)[lead : lead + length]
 
     def give_back(self) -> None:
         """Releases the segment taken last and reads further ahead."""
@@ -246,7 +247,7 @@ class Weights:
         """Queues reads of pending segments while the ring has room."""
         while self._pending:
             assert self._ring is not None
-            buffer = self._ring.take(self._walk[self._pending[0]].length)
+            buffer = self._ring.take(self._walk[self._pending[0]].size)
             if buffer is None:
                 return
             place = self._pending.popleft()
