@@ -63,20 +63,20 @@ typedef struct {
     __m256 a, b;
 } lanes16;
 
+/* The tree of kimi.h, pair by pair in registers. */
 DENSE_INLINE float lanes_end(lanes16 v, int split) {
-    float a[16], even[8], odd[8];
-    if (!split) {
-        _mm256_storeu_ps(a, v.a);
-        _mm256_storeu_ps(a + 8, v.b);
-        return lanes_sum(a);
+    __m128 h;
+    if (split) { /* even + odd: s[0..7] in order */
+        __m256 s = _mm256_add_ps(v.a, v.b);
+        h = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    } else { /* s: 0 1 4 5 | 2 3 6 7 */
+        __m256 s = _mm256_hadd_ps(v.a, v.b);
+        __m256 swapped = _mm256_permute_ps(s, 0x4E);
+        s = _mm256_add_ps(s, swapped); /* h: 0 1 . . | 2 3 . . */
+        h = _mm_movelh_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
     }
-    _mm256_storeu_ps(even, v.a);
-    _mm256_storeu_ps(odd, v.b);
-    for (int i = 0; i < 8; i++) {
-        a[2 * i] = even[i];
-        a[2 * i + 1] = odd[i];
-    }
-    return lanes_sum(a);
+    __m128 pair = _mm_add_ps(h, _mm_movehl_ps(h, h)); /* h0 + h2, h1 + h3 */
+    return _mm_cvtss_f32(_mm_add_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
 }
 
 DENSE_INLINE __m256 widen_even(__m256i w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }

@@ -1,22 +1,34 @@
 /* kda.c: Kimi Delta Attention's own steps: short convolution, decay gate, delta rule. */
 #include "elementary.h"
 
+enum { CONV_WIDE = 16 };
+
+/* `wide` channels from c on; their taps are turned around first, so that channels are contiguous. */
+KIMI_INLINE void conv_channels(const float *x, int64_t count, int64_t channels, int64_t c, int wide,
+                               int64_t taps, const float *w, const float *history, float *y) {
+    float turned[KIMI_MAX_TAPS][CONV_WIDE];
+    int64_t past = taps - 1;
+    for (int l = 0; l < wide; l++)
+        for (int64_t j = 0; j < taps; j++) turned[j][l] = w[(c + l) * taps + j];
+    for (int64_t t = 0; t < count; t++) {
+        float sum[CONV_WIDE] = {0.0f}, *out = y + t * channels + c;
+        for (int64_t j = 0; j < taps; j++) {
+            int64_t at = t + j - past;
+            const float *v = (at < 0 ? history + (past + at) * channels : x + at * channels) + c;
+            for (int l = 0; l < wide; l++) sum[l] = fmaf(turned[j][l], v[l], sum[l]);
+        }
+        for (int l = 0; l < wide; l++) out[l] = sum[l] * elementary_sigmoid(sum[l]);
+    }
+}
+
 /* Channels [lo, hi). history and x are rows of `channels` floats. */
 KIMI_TARGET void KIMI_FN(conv)(const float *x, int64_t count, int64_t channels, int64_t lo,
                                int64_t hi, int64_t taps, const float *w, float *history,
                                float *y) {
-    int64_t past = taps - 1;
-    for (int64_t t = 0; t < count; t++) {
-        for (int64_t c = lo; c < hi; c++) {
-            float sum = 0.0f;
-            for (int64_t j = 0; j < taps; j++) {
-                int64_t at = t + j - past;
-                float v = at < 0 ? history[(past + at) * channels + c] : x[at * channels + c];
-                sum = fmaf(w[c * taps + j], v, sum);
-            }
-            y[t * channels + c] = sum * elementary_sigmoid(sum);
-        }
-    }
+    int64_t past = taps - 1, c = lo;
+    for (; c + CONV_WIDE <= hi; c += CONV_WIDE)
+        conv_channels(x, count, channels, c, CONV_WIDE, taps, w, history, y);
+    for (; c < hi; c++) conv_channels(x, count, channels, c, 1, taps, w, history, y);
     for (int64_t j = 0; j < past; j++) { /* ascending: reads stay ahead of writes */
         int64_t at = count + j - past;
         const float *from = at < 0 ? history + (past + at) * channels : x + at * channels;

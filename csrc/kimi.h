@@ -65,6 +65,7 @@
 #define KIMI_MAX_SOURCES 256  /* residual snapshots that one mix can weigh */
 #define KIMI_MAX_DIM 1024     /* largest KDA head */
 #define KIMI_MAX_RANK 8192    /* largest kv_lora_rank */
+#define KIMI_MAX_TAPS 64      /* widest short convolution */
 #define KIMI_MAX_TOP 256      /* most experts per token */
 
 /* Settings. Selecting an instruction set never changes a result. */
@@ -121,7 +122,7 @@ int kimi_gate(const float *x, const float *gate, int64_t n, float *y); /* y = x 
 /* y = (beta tanh(g / beta)) sigmoid(g) * (linear_beta tanh(u / linear_beta)) */
 int kimi_situ(const float *g, const float *u, int64_t n, float beta, float linear_beta, float *y);
 
-/* y[t] = (float)(x[t][i] / sqrt(mean of squares + eps)) * weight[i], sums in double. */
+/* y[t] = (float)(x[t][i] * (1 / sqrt(mean of squares + eps))) * weight[i], in double. */
 int kimi_rmsnorm(const float *x, int64_t x_stride, int64_t count, int64_t n, const float *weight,
                  double eps, float *y, int64_t y_stride);
 
@@ -136,7 +137,7 @@ int kimi_mix(const float *const *sources, int64_t s, int64_t count, int64_t n, c
  * columns before x and is moved on. */
 int kimi_conv(const float *x, int64_t count, int64_t channels, int64_t taps, const float *w,
               float *history, float *y);
-/* x = x / sqrt(sum of squares + eps) * scale within each head, in place. */
+/* x = (float)(x * (scale / sqrt(sum of squares + eps))) within each head, in place, in double. */
 int kimi_l2norm(float *x, int64_t count, int64_t heads, int64_t dim, double eps, double scale);
 /* y = exp(lower_bound * sigmoid(exp(a_log[h]) * (z + dt_bias))): the factor that decays S. */
 int kimi_decay(const float *z, int64_t count, int64_t heads, int64_t dim, const float *a_log,
@@ -158,8 +159,8 @@ int kimi_mla_absorb(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_
                     int64_t out_stride);
 /* q [count][heads][rank + rope]; cache [start + count][rank + rope], token t seeing the first
  * start + t + 1 rows. score = dense-product order, times scale; e = exp(score - max); the
- * denominator sums e in double, positions ascending; the numerator is, per block of
- * KIMI_POSITION_BLOCK positions, fmaf ascending from +0, blocks added ascending.
+ * denominator is a double sum of e; the numerator is, per block of KIMI_POSITION_BLOCK positions,
+ * fmaf ascending from +0, blocks added ascending to +0.
  * scratch: kimi_mla_scratch(positions) floats. */
 int64_t kimi_mla_scratch(int64_t positions);
 int kimi_mla_attend(const float *cache, int64_t start, int64_t count, int64_t heads, int64_t rank,

@@ -1,17 +1,21 @@
 /* mla.c: latent attention over the cache, never expanding keys or values. */
 #include "decode.h"
-#include "elementary.h"
+#include "softmax.h"
 
-/* out[rank] = sum over i ascending of q[i] * W[lo + i], i < nope: rows summed, not dotted. */
+/* out[t] = sum over i ascending of q[t][i] * W[lo + i], i < nope: rows summed, not dotted. */
 KIMI_TARGET void KIMI_FN(absorb)(const kimi_matrix *w, int64_t lo, int64_t nope, const float *q,
-                                 float *out) {
+                                 int64_t q_stride, int64_t count, float *out, int64_t out_stride) {
     float row[KIMI_CHUNK];
+    for (int64_t t = 0; t < count; t++)
+        memset(out + t * out_stride, 0, (size_t)w->cols * sizeof *out);
     for (int64_t c0 = 0; c0 < w->cols; c0 += KIMI_CHUNK) {
         int64_t n = w->cols - c0 < KIMI_CHUNK ? w->cols - c0 : KIMI_CHUNK;
-        memset(out + c0, 0, (size_t)n * sizeof *out);
         for (int64_t i = 0; i < nope; i++) {
             decode_row(w, lo + i, c0, row);
-            for (int64_t c = 0; c < n; c++) out[c0 + c] = fmaf(q[i], row[c], out[c0 + c]);
+            for (int64_t t = 0; t < count; t++) {
+                float qi = q[t * q_stride + i], *o = out + t * out_stride + c0;
+                for (int64_t c = 0; c < n; c++) o[c] = fmaf(qi, row[c], o[c]);
+            }
         }
     }
 }
@@ -39,11 +43,8 @@ KIMI_TARGET void KIMI_FN(attend)(const float *cache, int64_t positions, int64_t 
         for (int64_t h = 0; h < heads; h++)
             scratch[h * positions + s] = mla_dot(q + h * width, cache + s * width, width) * scale;
     for (int64_t h = 0; h < heads; h++) {
-        float *e = scratch + h * positions, *o = out + h * rank, top = -INFINITY;
-        for (int64_t s = 0; s < positions; s++) top = e[s] > top ? e[s] : top;
-        for (int64_t s = 0; s < positions; s++) e[s] = elementary_exp(e[s] - top);
-        double sum = 0.0;
-        for (int64_t s = 0; s < positions; s++) sum += (double)e[s];
+        float *e = scratch + h * positions, *o = out + h * rank;
+        double sum = softmax_exp(e, positions);
         memset(o, 0, (size_t)rank * sizeof *o);
         for (int64_t s0 = 0; s0 < positions; s0 += KIMI_POSITION_BLOCK) {
             int64_t end = s0 + KIMI_POSITION_BLOCK < positions ? s0 + KIMI_POSITION_BLOCK : positions;

@@ -72,7 +72,9 @@ int kimi_mix(const float *const *sources, int64_t s, int64_t count, int64_t n, c
 
 int kimi_conv(const float *x, int64_t count, int64_t channels, int64_t taps, const float *w,
               float *history, float *y) {
-    if (!x || !w || !history || !y || count < 1 || channels < 1 || taps < 1) return KIMI_E_ARGUMENT;
+    if (!x || !w || !history || !y || count < 1 || channels < 1 || taps < 1 ||
+        taps > KIMI_MAX_TAPS)
+        return KIMI_E_ARGUMENT;
     PARALLEL_BEGIN(count * channels * taps * 4)
     int64_t lo, hi;
     part_of(channels, 16, part, parts, &lo, &hi);

@@ -54,12 +54,13 @@ int kimi_mla_absorb(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_
     int64_t head_rows = kv_b->rows / heads, rank = kv_b->cols;
     PARALLEL_BEGIN(count * heads * nope * rank)
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < count * heads; i++) {
-        int64_t t = i / heads, h = i % heads;
-        const float *from = q + t * q_stride + h * (nope + rope);
-        float *into = out + t * out_stride + h * (rank + rope);
-        kernels->absorb(kv_b, h * head_rows, nope, from, into);
-        for (int64_t c = 0; c < rope; c++) into[rank + c] = from[nope + c];
+    for (int64_t h = 0; h < heads; h++) {
+        const float *from = q + h * (nope + rope);
+        float *into = out + h * (rank + rope);
+        kernels->absorb(kv_b, h * head_rows, nope, from, q_stride, count, into, out_stride);
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t c = 0; c < rope; c++)
+                into[t * out_stride + rank + c] = from[t * q_stride + nope + c];
     }
     PARALLEL_END
     return 0;

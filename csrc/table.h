@@ -43,7 +43,8 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
               float *y))                                                                          \
     K(delta, (float *state, int64_t dim, const float *q, const float *k, const float *v,          \
               const float *decay, float beta, float *o))                                          \
-    K(absorb, (const kimi_matrix *w, int64_t lo, int64_t nope, const float *q, float *out))       \
+    K(absorb, (const kimi_matrix *w, int64_t lo, int64_t nope, const float *q, int64_t q_stride,  \
+               int64_t count, float *out, int64_t out_stride))                                    \
     K(attend, (const float *cache, int64_t positions, int64_t heads, int64_t rank, int64_t rope,  \
                const float *q, float scale, float *out, float *scratch))                          \
     K(expert_sum, (const float *x, const float *weights, int64_t k, int64_t n, float *y))

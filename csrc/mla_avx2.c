@@ -1,0 +1,154 @@
+/* mla_avx2.c: latent attention for AVX2 and FMA.
+ *
+ * Up to KIMI_HEAD_GROUP heads go over the cache together, so that each of its rows is loaded once
+ * for all of them; accumulators stay in registers.
+ */
+#if defined(__x86_64__)
+#define KIMI_VARIANT avx2
+#define KIMI_TARGET __attribute__((target("avx2,fma")))
+#include "dense_avx2.h"
+#include "softmax.h"
+
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
+
+enum { ABSORB_ROWS = 32, ABSORB_COLUMNS = 64, VALUE_WIDE = 16 };
+
+/* out (wide columns from c0 on) += rows times q, for every token; the tile is in split order for
+ * 16-bit weights, and so is `out` until it is finished. */
+AVX2_INLINE void absorb_tile(float tile[][ABSORB_COLUMNS], int64_t rows, int vectors,
+                             const float *q, float *out) {
+    __m256 acc[ABSORB_COLUMNS / 8];
+    for (int v = 0; v < vectors; v++) acc[v] = _mm256_loadu_ps(out + 8 * v);
+    for (int64_t i = 0; i < rows; i++) {
+        __m256 qi = _mm256_broadcast_ss(q + i);
+        for (int v = 0; v < vectors; v++)
+            acc[v] = _mm256_fmadd_ps(qi, _mm256_load_ps(tile[i] + 8 * v), acc[v]);
+    }
+    for (int v = 0; v < vectors; v++) _mm256_storeu_ps(out + 8 * v, acc[v]);
+}
+
+/* Up to ABSORB_COLUMNS columns from split order to their own. */
+AVX2_INLINE void unsplit(const float *split, int64_t n, float *out) {
+    for (int64_t c = 0; c < n; c++) out[c] = split[c / 16 * 16 + (c & 1) * 8 + c % 16 / 2];
+}
+
+AVX2 void absorb_avx2(const kimi_matrix *w, int64_t lo, int64_t nope, const float *q,
+                      int64_t q_stride, int64_t count, float *out, int64_t out_stride) {
+    float tile[ABSORB_ROWS][ABSORB_COLUMNS] __attribute__((aligned(64)));
+    float sums[KIMI_BATCH][ABSORB_COLUMNS] __attribute__((aligned(64)));
+    for (int64_t t0 = 0; t0 < count; t0 += KIMI_BATCH) {
+        int64_t batch = count - t0 < KIMI_BATCH ? count - t0 : KIMI_BATCH;
+        for (int64_t c0 = 0; c0 < w->cols; c0 += ABSORB_COLUMNS) {
+            int64_t n = w->cols - c0 < ABSORB_COLUMNS ? w->cols - c0 : ABSORB_COLUMNS;
+            memset(sums, 0, (size_t)batch * sizeof *sums);
+            for (int64_t i = 0; i < nope; i += ABSORB_ROWS) {
+                int64_t rows = nope - i < ABSORB_ROWS ? nope - i : ABSORB_ROWS;
+                for (int64_t r = 0; r < rows; r++) tile_row(w, lo + i + r, c0, n, tile[r]);
+                for (int64_t t = 0; t < batch; t++) {
+                    const float *from = q + (t0 + t) * q_stride + i;
+                    if (n == ABSORB_COLUMNS)
+                        absorb_tile(tile, rows, ABSORB_COLUMNS / 8, from, sums[t]);
+                    else
+                        absorb_tile(tile, rows, (int)((n + 15) / 16 * 2), from, sums[t]);
+                }
+            }
+            for (int64_t t = 0; t < batch; t++) {
+                float *into = out + (t0 + t) * out_stride + c0;
+                if (w->format == KIMI_F32)
+                    memcpy(into, sums[t], (size_t)n * sizeof *into);
+                else
+                    unsplit(sums[t], n, into);
+            }
+        }
+    }
+}
+
+/* Scores of one cache row against `heads` queries; heads is a constant at every call. */
+AVX2_INLINE void score_row(const float *row, const float *q, int64_t width, int heads, float scale,
+                           float *out, int64_t out_stride) {
+    lanes16 acc[KIMI_HEAD_GROUP];
+    for (int h = 0; h < heads; h++) acc[h].a = acc[h].b = _mm256_setzero_ps();
+    int64_t c = 0;
+    for (; c + 16 <= width; c += 16) {
+        __m256 a = _mm256_loadu_ps(row + c), b = _mm256_loadu_ps(row + c + 8);
+        for (int h = 0; h < heads; h++) {
+            const float *from = q + h * width + c;
+            acc[h].a = _mm256_fmadd_ps(_mm256_loadu_ps(from), a, acc[h].a);
+            acc[h].b = _mm256_fmadd_ps(_mm256_loadu_ps(from + 8), b, acc[h].b);
+        }
+    }
+    for (int h = 0; h < heads; h++) {
+        if (c < width) {
+            float k[16] = {0.0f}, from[16] = {0.0f};
+            memcpy(k, row + c, (size_t)(width - c) * sizeof *k);
+            memcpy(from, q + h * width + c, (size_t)(width - c) * sizeof *from);
+            acc[h].a = _mm256_fmadd_ps(_mm256_loadu_ps(from), _mm256_loadu_ps(k), acc[h].a);
+            acc[h].b = _mm256_fmadd_ps(_mm256_loadu_ps(from + 8), _mm256_loadu_ps(k + 8), acc[h].b);
+        }
+        out[h * out_stride] = lanes_end(acc[h], 0) * scale;
+    }
+}
+
+/* out[h][c .. c + VALUE_WIDE) += one block of positions; heads is a constant at every call. */
+AVX2_INLINE void value_columns(const float *cache, int64_t width, int64_t count, int heads,
+                               const float *e, int64_t positions, float *out, int64_t rank) {
+    __m256 block[KIMI_HEAD_GROUP][2];
+    for (int h = 0; h < heads; h++) block[h][0] = block[h][1] = _mm256_setzero_ps();
+    for (int64_t s = 0; s < count; s++) {
+        __m256 a = _mm256_loadu_ps(cache + s * width), b = _mm256_loadu_ps(cache + s * width + 8);
+        for (int h = 0; h < heads; h++) {
+            __m256 p = _mm256_broadcast_ss(e + h * positions + s);
+            block[h][0] = _mm256_fmadd_ps(p, a, block[h][0]);
+            block[h][1] = _mm256_fmadd_ps(p, b, block[h][1]);
+        }
+    }
+    for (int h = 0; h < heads; h++) {
+        float *o = out + h * rank;
+        _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), block[h][0]));
+        _mm256_storeu_ps(o + 8, _mm256_add_ps(_mm256_loadu_ps(o + 8), block[h][1]));
+    }
+}
+
+/* The same for one column, where the rank is no multiple of VALUE_WIDE. */
+AVX2_INLINE void value_column(const float *cache, int64_t width, int64_t count, const float *e,
+                              float *out) {
+    float block = 0.0f;
+    for (int64_t s = 0; s < count; s++) block = fmaf(e[s], cache[s * width], block);
+    *out += block;
+}
+
+AVX2_INLINE void attend_heads(const float *cache, int64_t positions, int heads, int64_t rank,
+                              int64_t rope, const float *q, float scale, float *out, float *e) {
+    int64_t width = rank + rope, c;
+    double sum[KIMI_HEAD_GROUP];
+    for (int64_t s = 0; s < positions; s++)
+        score_row(cache + s * width, q, width, heads, scale, e + s, positions);
+    for (int h = 0; h < heads; h++) sum[h] = softmax_exp(e + h * positions, positions);
+    memset(out, 0, (size_t)(heads * rank) * sizeof *out);
+    for (int64_t s = 0; s < positions; s += KIMI_POSITION_BLOCK) {
+        int64_t count = positions - s < KIMI_POSITION_BLOCK ? positions - s : KIMI_POSITION_BLOCK;
+        const float *block = cache + s * width;
+        for (c = 0; c + VALUE_WIDE <= rank; c += VALUE_WIDE)
+            value_columns(block + c, width, count, heads, e + s, positions, out + c, rank);
+        for (; c < rank; c++)
+            for (int h = 0; h < heads; h++)
+                value_column(block + c, width, count, e + h * positions + s, out + h * rank + c);
+    }
+    for (int h = 0; h < heads; h++)
+        for (c = 0; c < rank; c++) out[h * rank + c] = (float)((double)out[h * rank + c] / sum[h]);
+}
+
+AVX2 void attend_avx2(const float *cache, int64_t positions, int64_t heads, int64_t rank,
+                      int64_t rope, const float *q, float scale, float *out, float *scratch) {
+    if (heads == KIMI_HEAD_GROUP) {
+        attend_heads(cache, positions, KIMI_HEAD_GROUP, rank, rope, q, scale, out, scratch);
+        return;
+    }
+    for (int64_t h = 0; h < heads; h++)
+        attend_heads(cache, positions, 1, rank, rope, q + h * (rank + rope), scale, out + h * rank,
+                     scratch);
+}
+#else
+typedef int kimi_no_avx2_mla;
+#endif
