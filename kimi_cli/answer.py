@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kimi_cli.generate import Job, Outcome, generate, statistics
 from kimi_cli.plan import Request
 from kimi_cli.progress import Progress
 from kimi_cli.prompt import Answer, Given, prompt_bounds, prompt_ids
+from kimi_cli.replay import TraceWriter
 from kimi_cli.tokenizer import Tokenizer
 from kimi_cli.units import format_duration, format_size
 
@@ -71,11 +73,12 @@ def answer(
     ignore_eos: bool,
     logits: Path | None,
     all_logits: Path | None,
+    trace: Path | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Generates and prints. Raises KimiError of any kind, KeyboardInterrupt, OutputClosed."""
-    _check_outputs(logits, all_logits)
+    _check_outputs(logits, all_logits, trace)
     memory.one_arena()
     native.set_isa(settings.isa)
     machine = limits(settings)
@@ -116,26 +119,30 @@ def answer(
         if text and not as_json:
             console.put(text)
 
-    with Progress("tokens", "layer", quiet or not as_json) as progress:  # noqa: SIM117
-        with Engine(source, plan, progress=progress) as engine:
-            with Progress("load", "B", quiet) as report:
-                engine.load(report)
-            try:
-                generate(engine, job, outcome, emit)
-            except console.OutputClosed:
-                quiet = True  # nobody is left to tell
-                raise
-            finally:
-                rest = shown.finish() if shown else ""
-                stats = statistics(engine, outcome)
-                if as_json:
-                    result = _result(ids, outcome, shown, given, stats)
-                    if outcome.ids or outcome.stop_reason != "interrupted":
-                        console.put(json.dumps(result, ensure_ascii=False) + "\n")
-                else:
-                    console.put((rest if shown else ",".join(map(str, outcome.ids))) + "\n")
-                if not quiet:
-                    console.note(summary(stats, len(ids), len(outcome.ids)))
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress("tokens", "layer", quiet or not as_json))
+        writer = stack.enter_context(TraceWriter(trace)) if trace else None
+        engine = stack.enter_context(
+            Engine(source, plan, trace=writer.trace if writer else None, progress=progress)
+        )
+        with Progress("load", "B", quiet) as report:
+            engine.load(report)
+        try:
+            generate(engine, job, outcome, emit)
+        except console.OutputClosed:
+            quiet = True  # nobody is left to tell
+            raise
+        finally:
+            rest = shown.finish() if shown else ""
+            stats = statistics(engine, outcome)
+            if as_json:
+                result = _result(ids, outcome, shown, given, stats)
+                if outcome.ids or outcome.stop_reason != "interrupted":
+                    console.put(json.dumps(result, ensure_ascii=False) + "\n")
+            else:
+                console.put((rest if shown else ",".join(map(str, outcome.ids))) + "\n")
+            if not quiet:
+                console.note(summary(stats, len(ids), len(outcome.ids)))
 
 
 def _check_outputs(*paths: Path | None) -> None:

@@ -123,6 +123,7 @@ def repack(model: Path, out: Path | None, plain: bool, quiet: bool) -> None:
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at an end token.")
 @click.option("--logits", type=FILE, help="Write the logits of generated tokens (.npy).")
 @click.option("--all-logits", type=FILE, help="Write the logits of the prompt (.npy).")
+@click.option("--trace", type=FILE, help="Write the routed experts, for kimi replay.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--quiet", is_flag=True, help="Errors only on stderr.")
 def generate(**options: Any) -> None:
@@ -149,6 +150,7 @@ def generate(**options: Any) -> None:
         ignore_eos=options["ignore_eos"],
         logits=options["logits"],
         all_logits=options["all_logits"],
+        trace=options["trace"],
         as_json=options["as_json"],
         quiet=options["quiet"],
     )
@@ -210,6 +212,19 @@ def verify(model: Path | None, trunk: Path | None, deep: bool, as_json: bool) ->
     from kimi_cli.verify import verify as run
 
     run(model, trunk, deep=deep, as_json=as_json)
+
+
+@cli.command()
+@click.argument("trace", type=FILE)
+@click.option("--slots", default="4,16,92,368,1472", help="Expert slots to try, with commas.")
+def replay(trace: Path, slots: str) -> None:
+    """Replay a routing trace against every expert-cache policy.
+
+    Example: kimi generate "Hi" -n 4 --trace trace.jsonl; kimi replay trace.jsonl --slots 4,48
+    """
+    from kimi_cli.replay import show
+
+    show(trace, slots)
 
 
 @cli.command()

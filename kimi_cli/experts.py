@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kimi_cli import native, remedy
-from kimi_cli.cache import ExpertCache
+from kimi_cli.cache import Policy, Ranked
 from kimi_cli.checkpoint import ExpertTable
 from kimi_cli.config import Config
 from kimi_cli.errors import CheckpointError, ReadError
@@ -58,7 +58,7 @@ class Experts:
         self._slots = [memory[i * slot_bytes : (i + 1) * slot_bytes] for i in range(slots)]
         self._tickets: dict[int, Ticket] = {}
         self._offsets: list[tuple[int, ...]] = [()] * slots
-        self._cache = ExpertCache(slots)
+        self._cache: Policy = Ranked(slots)
         self._paths = list(shards)
         self._files: dict[int, DirectFile] = {}
         self._layer = 0
@@ -76,9 +76,10 @@ class Experts:
             file.close()
         self._files.clear()
 
-    def request(self, layer: int, experts: Sequence[int]) -> None:
-        """Distinct `experts` of `layer` are wanted next, the most important first."""
+    def request(self, layer: int, experts: Sequence[int], ranks: Sequence[int]) -> None:
+        """Distinct `experts` of `layer` are wanted next; `ranks` are the router's, 0 the best."""
         self._layer = layer
+        self._cache.visit(layer, experts, ranks)
         self.requests += len(experts)
         self._held, self._wanted, self._flying = [], [], []
         for expert in experts:

@@ -234,7 +234,9 @@ class Model:
         native.route(router, bias, config.routed_scaling_factor, ids, weights)
         if self._trace:
             self._trace(number, state.position, ids, weights)
-        self._experts.request(number, list(dict.fromkeys(ids.T.ravel().tolist())))
+        wanted, last = list(dict.fromkeys(ids.T.ravel().tolist())), ids[-1].tolist()
+        ranks = [last.index(e) if e in last else len(last) for e in wanted]
+        self._experts.request(number, wanted, ranks)
         latent = self._product(layer, moe + "routed_expert_down_proj", x, buffers["latent"])
         shared = buffers["shared"]
         self._mlp(layer, moe + "shared_experts", x, buffers["gate"], buffers["up"], shared)

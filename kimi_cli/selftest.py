@@ -155,7 +155,7 @@ def _read_golden(path: Path) -> dict[str, np.ndarray]:
     """The arrays used here. Raises VerifyError if they are not all there."""
     names = ("prompt_ids", "gen_ids", "logits", "gen_logits", "routed_ids")
     try:
-        with np.load(path) as arrays:
+        with path.open("rb") as file, np.load(file) as arrays:
             return {name: arrays[name] for name in names}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise VerifyError(f"{path} cannot be read: {error}") from None

@@ -1,79 +1,90 @@
-"""The expert cache against a list kept in order of use."""
+"""The cache policies against lists kept by hand, and their invariants."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimi_cli.cache import ExpertCache
+from kimi_cli.cache import Lru, Policy, Ranked
 
 
-def test_least_recently_used_goes_first() -> None:
-    cache = ExpertCache(2)
-    a, b, c = (1, 0), (1, 1), (2, 0)
-    first, second = cache.place(a, ()), cache.place(b, ())
-    assert {first, second} == {0, 1}
-    assert cache.lookup(a) == first
-    assert cache.place(c, ()) == second
-    assert cache.lookup(b) is None
-    assert (cache.lookup(a), cache.lookup(c)) == (first, second)
+def use(cache: Policy, layer: int, *experts: int) -> int:
+    """One layer's visit, best rank first; returns how many were held before it."""
+    cache.visit(layer, experts, range(len(experts)))
+    found = [cache.lookup((layer, expert)) for expert in experts]
+    for expert, slot in zip(experts, found, strict=True):
+        if slot is None:
+            cache.place((layer, expert), ())
+    return sum(slot is not None for slot in found)
 
 
-def test_busy_slots_are_not_taken() -> None:
-    cache = ExpertCache(2)
+@pytest.mark.parametrize("make", [Lru, Ranked])
+def test_busy_slots_are_not_taken(make: type[Lru] | type[Ranked]) -> None:
+    cache = make(2)
     first, second = cache.place((1, 0), ()), cache.place((1, 1), ())
-    assert first is not None and second is not None
+    assert {first, second} == {0, 1}
     assert cache.place((1, 2), {first, second}) is None
     assert cache.lookup((1, 2)) is None
     assert cache.place((1, 2), {first}) == second
     assert cache.lookup((1, 0)) == first
 
 
-def test_what_never_arrived_is_forgotten() -> None:
-    cache = ExpertCache(1)
+@pytest.mark.parametrize("make", [Lru, Ranked])
+def test_what_never_arrived_is_forgotten(make: type[Lru] | type[Ranked]) -> None:
+    cache = make(1)
     assert cache.place((1, 0), ()) == 0
     cache.drop((1, 0))
     assert cache.lookup((1, 0)) is None
     assert cache.place((1, 1), ()) == 0
 
 
-def test_no_slots_hold_nothing() -> None:
-    cache = ExpertCache(0)
-    assert cache.lookup((0, 0)) is None
-    assert cache.place((0, 0), ()) is None
+def test_least_recently_used_goes_first() -> None:
+    cache = Lru(2)
+    use(cache, 1, 0)
+    use(cache, 1, 1)
+    use(cache, 1, 0)
+    use(cache, 1, 2)
+    assert cache.lookup((1, 0)) is not None
+    assert cache.lookup((1, 1)) is None
 
 
-KEYS = st.tuples(st.integers(0, 2), st.integers(0, 3))
+def test_ranked_keeps_the_best_rank_of_every_layer() -> None:
+    cache = Ranked(4)  # one slot is always the one in use
+    for _ in range(3):
+        hits = [use(cache, layer, 0, 1, 2, 3) for layer in range(3)]
+    assert hits == [1, 1, 1]
+    lru = Lru(4)
+    assert [use(lru, layer, 0, 1, 2, 3) for _ in range(3) for layer in range(3)] == [0] * 9
+
+
+def test_ranked_keeps_some_of_a_class_it_cannot_keep_whole() -> None:
+    cache = Ranked(2)
+    for _ in range(3):
+        hits = sum(use(cache, layer, 0) for layer in range(4))
+    assert hits == 1
+
+
+def test_what_is_not_used_again_fades() -> None:
+    cache = Ranked(2)
+    use(cache, 0, 5)
+    for token in range(4):
+        use(cache, 0, token)
+    assert cache.lookup((0, 5)) is None
 
 
 @given(
-    capacity=st.integers(0, 5),
-    steps=st.lists(st.tuples(st.sampled_from(["use", "drop"]), KEYS, st.sets(st.integers(0, 4)))),
+    st.sampled_from([Lru, Ranked]),
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(0, 2), st.permutations(range(5))), max_size=30),
 )
-def test_against_a_list(capacity: int, steps: list[tuple[str, tuple[int, int], set[int]]]) -> None:
-    cache, slots = ExpertCache(capacity), dict[tuple[int, int], int]()
-    order: list[tuple[int, int]] = []  # least recently used first
-    for step, key, busy in steps:
-        found = cache.lookup(key)
-        assert found == slots.get(key)
-        if found is not None:
-            order.remove(key)
-            order.append(key)
-            if step == "drop":
-                cache.drop(key)
-                order.remove(key)
-                del slots[key]
-            continue
-        slot = cache.place(key, busy)
-        if len(slots) < capacity:
-            assert slot is not None and slot not in slots.values()
-        else:
-            victim = next((k for k in order if slots[k] not in busy), None)
-            assert slot == (None if victim is None else slots[victim])
-            if victim is not None:
-                order.remove(victim)
-                del slots[victim]
-        if slot is not None:
-            assert 0 <= slot < capacity
-            slots[key] = slot
-            order.append(key)
+def test_slots_are_never_shared(
+    make: type[Lru] | type[Ranked], capacity: int, visits: list[tuple[int, list[int]]]
+) -> None:
+    cache = make(capacity)
+    for layer, experts in visits:
+        use(cache, layer, *experts[:3])
+        slots = [cache.lookup((at, expert)) for at in range(3) for expert in range(5)]
+        held = [slot for slot in slots if slot is not None]
+        assert len(held) == len(set(held)) <= capacity
+        assert all(0 <= slot < capacity for slot in held)
