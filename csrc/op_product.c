@@ -1,11 +1,27 @@
 /* op_product.c: products as operations: rows split over threads, columns of x prepared once. */
 #include "parallel.h"
 
-static int matrix_ok(const kimi_matrix *w) {
-    if (!w || !w->data || w->rows < 1 || w->cols < 1) return 0;
-    if (w->format == KIMI_BF16 || w->format == KIMI_F32) return 1;
-    return w->format == KIMI_PACKED && w->cols % 64 == 0 && w->cols <= 65536 && w->table &&
-           w->starts && w->escapes;
+/* Escapes come from a file and steer writes inside a row: each row's columns must ascend. */
+static int escapes_check(const kimi_matrix *w) {
+    for (int64_t r = 0; r < w->rows; r++) {
+        if (w->starts[r] > w->starts[r + 1]) return KIMI_E_ESCAPES;
+        int64_t last = -1;
+        for (uint32_t e = w->starts[r]; e < w->starts[r + 1]; e++) {
+            int64_t column = w->escapes[e] >> 16;
+            if (column <= last || column >= w->cols) return KIMI_E_ESCAPES;
+            last = column;
+        }
+    }
+    return 0;
+}
+
+static int matrix_check(const kimi_matrix *w) {
+    if (!w || !w->data || w->rows < 1 || w->cols < 1) return KIMI_E_ARGUMENT;
+    if (w->format == KIMI_BF16 || w->format == KIMI_F32) return 0;
+    if (w->format != KIMI_PACKED || w->cols % 64 || w->cols > 65536 || !w->table || !w->starts ||
+        !w->escapes)
+        return KIMI_E_ARGUMENT;
+    return escapes_check(w);
 }
 
 static int64_t padded(int64_t cols) { return (cols + 127) / 128 * 128; }
@@ -14,7 +30,9 @@ int64_t kimi_scratch(int64_t cols, int64_t count) { return padded(cols) * count;
 
 int kimi_product(const kimi_matrix *w, const float *x, int64_t x_stride, int64_t count, float *y,
                  int64_t y_stride, float *scratch) {
-    if (!matrix_ok(w) || !x || !y || !scratch || count < 1) return KIMI_E_ARGUMENT;
+    int bad = matrix_check(w);
+    if (bad) return bad;
+    if (!x || !y || !scratch || count < 1) return KIMI_E_ARGUMENT;
     int64_t stride = padded(w->cols);
     PARALLEL_BEGIN(w->rows * w->cols * count)
 #pragma omp for schedule(static)
@@ -48,7 +66,9 @@ int kimi_product_mxfp4(const uint8_t *packed, const uint8_t *scales, int64_t row
 int kimi_mla_absorb(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_t rope,
                     const float *q, int64_t q_stride, int64_t count, float *out,
                     int64_t out_stride) {
-    if (!matrix_ok(kv_b) || !q || !out || heads < 1 || nope < 1 || rope < 0 || count < 1 ||
+    int bad = matrix_check(kv_b);
+    if (bad) return bad;
+    if (!q || !out || heads < 1 || nope < 1 || rope < 0 || count < 1 ||
         kv_b->rows % heads || kv_b->rows / heads < nope)
         return KIMI_E_ARGUMENT;
     int64_t head_rows = kv_b->rows / heads, rank = kv_b->cols;
@@ -69,7 +89,9 @@ int kimi_mla_absorb(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_
 int kimi_mla_values(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_t rank,
                     const float *latent, int64_t latent_stride, int64_t count, float *y,
                     int64_t y_stride, float *scratch) {
-    if (!matrix_ok(kv_b) || !latent || !y || !scratch || heads < 1 || nope < 0 || count < 1 ||
+    int bad = matrix_check(kv_b);
+    if (bad) return bad;
+    if (!latent || !y || !scratch || heads < 1 || nope < 0 || count < 1 ||
         kv_b->rows % heads || kv_b->rows / heads <= nope || kv_b->cols != rank)
         return KIMI_E_ARGUMENT;
     int64_t head_rows = kv_b->rows / heads, values = head_rows - nope, stride = padded(rank);

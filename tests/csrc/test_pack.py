@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kimi_cli import native
-from kimi_cli.errors import KimiError
+from kimi_cli.errors import CheckpointError, KimiError
 from kimi_cli.native import Format, ffi, lib
 
 from . import reference
@@ -201,3 +201,16 @@ def test_c_refuses_nulls_and_empty_shapes():
     assert lib.kimi_unpack_rows(ffi.NULL, w) == lib.KIMI_E_ARGUMENT
     for bad in (*({name: ffi.NULL} for name in fields), {"rows": 0}, {"cols": 0}, {"format": 0}):
         assert back(**bad) == lib.KIMI_E_ARGUMENT, bad
+
+
+@pytest.mark.parametrize("escapes", [[5 << 16, 5 << 16], [9 << 16, 3 << 16], [64 << 16, 70 << 16]])
+def test_escapes_out_of_order_or_range_are_refused(escapes: list[int]) -> None:
+    packed = np.zeros((1, 96), dtype=np.uint8)
+    table = np.zeros(16, dtype=np.uint8)
+    starts = np.array([0, 2], dtype=np.uint32)
+    matrix = native.Matrix(
+        native.Format.PACKED, 1, 64, packed, table, starts, np.array(escapes, dtype=np.uint32)
+    )
+    x, y = np.ones((1, 64), dtype=np.float32), np.zeros((1, 1), dtype=np.float32)
+    with pytest.raises(CheckpointError, match="escapes out of order"):
+        native.product(matrix, x, y, np.zeros(native.scratch_floats(64, 1), dtype=np.float32))
