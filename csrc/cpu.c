@@ -5,13 +5,19 @@
 #define KIMI_ENTRY_FMA(name, args) .name = name##_fma,
 #define KIMI_ENTRY_AVX2(name, args) .name = name##_avx2,
 #define KIMI_ENTRY_AVX512(name, args) .name = name##_avx512,
+#define KIMI_ENTRY_NEON(name, args) .name = name##_neon,
 
 static const kimi_table table_base = {KIMI_KERNELS(KIMI_ENTRY_BASE)};
 #if defined(__x86_64__)
 static const kimi_table table_fma = {KIMI_KERNELS(KIMI_ENTRY_FMA)};
 static const kimi_table table_avx2 = {KIMI_KERNELS(KIMI_ENTRY_AVX2)};
 static const kimi_table table_avx512 = {KIMI_PRODUCT_KERNELS(KIMI_ENTRY_AVX512)
-                                            KIMI_PLAIN_KERNELS(KIMI_ENTRY_AVX2)};
+                                            KIMI_VECTOR_KERNELS(KIMI_ENTRY_AVX2)
+                                                KIMI_PLAIN_KERNELS(KIMI_ENTRY_AVX2)};
+#elif defined(__aarch64__)
+static const kimi_table table_neon = {KIMI_PRODUCT_KERNELS(KIMI_ENTRY_NEON)
+                                          KIMI_VECTOR_KERNELS(KIMI_ENTRY_NEON)
+                                              KIMI_PLAIN_KERNELS(KIMI_ENTRY_BASE)};
 #endif
 
 static int current_isa = -1; /* -1: the best one, not asked for yet */
@@ -34,6 +40,9 @@ static const kimi_table *table_of(int isa) {
             table_of(KIMI_ISA_AVX2))
             return &table_avx512;
         return NULL;
+#elif defined(__aarch64__)
+    case KIMI_ISA_NEON: /* part of every arm64 CPU */
+        return &table_neon;
 #endif
     default:
         return NULL;
@@ -50,8 +59,9 @@ int kimi_isa_set(int isa) {
 
 int kimi_isa(void) {
     if (current_isa >= 0) return current_isa;
-    if (table_of(KIMI_ISA_AVX512)) return KIMI_ISA_AVX512;
-    return table_of(KIMI_ISA_AVX2) ? KIMI_ISA_AVX2 : KIMI_ISA_SCALAR;
+    int isa = KIMI_ISA_NEON;
+    while (!table_of(isa)) isa--;
+    return isa;
 }
 
 int kimi_threads_set(int threads) {

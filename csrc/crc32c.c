@@ -29,6 +29,30 @@ static uint32_t crc_bytes(uint32_t c, const uint8_t *p, int64_t n) {
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
+#define CRC_TARGET __attribute__((target("sse4.2")))
+#define crc_word _mm_crc32_u64
+#define crc_byte _mm_crc32_u8
+static int crc_instruction(void) { return __builtin_cpu_supports("sse4.2") != 0; }
+#elif defined(__aarch64__)
+/* Not arm_acle.h: compilers disagree on whether a function's own target reaches what it declares. */
+#define CRC_TARGET
+#define CRC_STEP(instruction) ".arch_extension crc\n\t" instruction " %w0, %w0, "
+static inline uint64_t crc_word(uint64_t crc, uint64_t word) {
+    uint32_t c = (uint32_t)crc;
+    __asm__(CRC_STEP("crc32cx") "%x1" : "+r"(c) : "r"(word));
+    return c;
+}
+static inline uint32_t crc_byte(uint32_t crc, uint8_t byte) {
+    __asm__(CRC_STEP("crc32cb") "%w1" : "+r"(crc) : "r"(byte));
+    return crc;
+}
+#if defined(__ARM_FEATURE_CRC32)
+static int crc_instruction(void) { return 1; }
+#else
+#include <sys/auxv.h>
+static int crc_instruction(void) { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
+#endif
+#endif
 
 /* crc_shift[k] moves a CRC over 4096 zero bytes: 4 tables of 256, one per byte of the CRC. */
 static uint32_t crc_shift[4][256];
@@ -55,8 +79,7 @@ static uint32_t crc_over(uint32_t c) {
 }
 
 /* Three lanes of 4096 bytes in flight hide the instruction's latency of 3 cycles. */
-__attribute__((target("sse4.2"))) static uint32_t crc_sse42(uint32_t crc, const uint8_t *p,
-                                                           int64_t n) {
+CRC_TARGET static uint32_t crc_lanes(uint32_t crc, const uint8_t *p, int64_t n) {
     uint64_t a = crc, word[3];
     for (; n >= 3 * LANE; n -= 3 * LANE, p += 3 * LANE) {
         uint64_t b = 0, c = 0;
@@ -64,33 +87,28 @@ __attribute__((target("sse4.2"))) static uint32_t crc_sse42(uint32_t crc, const 
             memcpy(word, p + i, 8);
             memcpy(word + 1, p + LANE + i, 8);
             memcpy(word + 2, p + 2 * LANE + i, 8);
-            a = _mm_crc32_u64(a, word[0]);
-            b = _mm_crc32_u64(b, word[1]);
-            c = _mm_crc32_u64(c, word[2]);
+            a = crc_word(a, word[0]);
+            b = crc_word(b, word[1]);
+            c = crc_word(c, word[2]);
         }
         a = crc_over(crc_over((uint32_t)a) ^ (uint32_t)b) ^ (uint32_t)c;
     }
     for (; n >= 8; n -= 8, p += 8) {
         memcpy(word, p, 8);
-        a = _mm_crc32_u64(a, word[0]);
+        a = crc_word(a, word[0]);
     }
     crc = (uint32_t)a;
-    for (; n > 0; n--, p++) crc = _mm_crc32_u8(crc, *p);
+    for (; n > 0; n--, p++) crc = crc_byte(crc, *p);
     return crc;
 }
-#endif
 
 /* Once, when the library is loaded: threads never see a table half built. */
 __attribute__((constructor)) static void crc_build(void) {
     crc_build_table();
-#if defined(__x86_64__)
     crc_build_shift();
-#endif
 }
 
 uint32_t kimi_crc32c(uint32_t crc, const void *data, int64_t n) {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("sse4.2")) return ~crc_sse42(~crc, data, n);
-#endif
+    if (crc_instruction()) return ~crc_lanes(~crc, data, n);
     return ~crc_bytes(~crc, data, n);
 }

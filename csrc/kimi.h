@@ -50,6 +50,8 @@
 /* cdef begin */
 #define KIMI_E_ARGUMENT -1    /* a null pointer, or a dimension out of range */
 #define KIMI_E_UNSUPPORTED -2 /* this CPU, or this build, lacks the instruction set */
+#define KIMI_E_ESCAPES -3     /* packed weights whose escapes are out of order or out of range */
+#define KIMI_E_NUMERIC -4     /* a logit is NaN or infinite */
 
 #define KIMI_BF16 0
 #define KIMI_F32 1
@@ -180,6 +182,45 @@ int kimi_expert_sum(const float *x, const float *weights, int64_t count, int64_t
 
 /* Index of the largest value, the lowest on a tie; -1 when any value is NaN or infinite. */
 int64_t kimi_argmax(const float *x, int64_t n);
+
+/* Draws one of n logits. "Order" is larger logit first, ties to the lower index; a sum is in
+ * double, indices ascending, unless said otherwise. In turn:
+ *
+ *   e = exp((l - max) / temperature), the exponent in double, at least -104, rounded to float32
+ *   top-k keeps the first top_k in order (0: all)
+ *   top-p keeps the first in order until their e, added in order, reach top_p times the sum of e
+ *         over what top-k kept (1: all)
+ *   min-p keeps those with e >= min_p, the largest e being 1 (0: all)
+ *   u = the upper 53 bits of (r[0] << 32 | r[1]) / 2^53, r = philox(counter index, key seed)
+ *   id = the first, indices ascending, where the running sum of e over the kept exceeds u times
+ *        the whole of it
+ *
+ * temperature > 0, finite; 0 < top_p <= 1; 0 <= min_p <= 1. Scratch: e [n], order [n]. Returns
+ * KIMI_E_NUMERIC, and leaves *id alone, when a logit is not finite. */
+int kimi_sample(const float *logits, int64_t n, double temperature, int64_t top_k, double top_p,
+                double min_p, uint64_t seed, uint64_t index, float *e, int32_t *order,
+                int32_t *id);
+/* Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011): four words
+ * that depend on counter [4] and key [2] alone. A 64-bit number fills words 0 and 1, low first. */
+int kimi_philox(const uint32_t *counter, const uint32_t *key, uint32_t *out);
+
+/* logprob[i] = (l[ids[i]] - max) - log(sum of exp(l - max)), in double but for the float32 exp, for
+ * `count` ids; and the same for the first `top` logits in order, with their ids. `top` is at most
+ * KIMI_MAX_TOP and n. Returns KIMI_E_NUMERIC when a logit is not finite. */
+int kimi_logprobs(const float *logits, int64_t n, const int32_t *ids, int64_t count,
+                  double *logprob, int64_t top, int32_t *top_ids, double *top_logprob);
+/* Natural logarithm of a positive finite double, within 3 ulp. */
+double kimi_log(double x);
+/* exp(-total / count), within 4 ulp of that of the rounded quotient; infinity beyond the largest
+ * double. count > 0. */
+double kimi_perplexity(double total, int64_t count);
+
+/* Roofs: the most this machine can do, which `kimi bench` holds the kernels against. */
+/* *sum = sum of n words modulo 2^64, every thread reading four streams far apart. */
+int kimi_roof_read(const uint64_t *data, int64_t n, uint64_t *sum);
+/* `rounds` (at most 2^31 - 1) steps of independent multiply-adds on every thread: *flops is how
+ * many operations that was, two a multiply-add; *mean, about 0.5, depends on all of them. */
+int kimi_roof_fma(int64_t rounds, int64_t *flops, float *mean);
 /* cdef end */
 
 #endif

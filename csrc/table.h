@@ -22,12 +22,20 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
                       int64_t cols, const float *x, int64_t x_stride, int64_t count, float *y,    \
                       int64_t y_stride))
 
-/* The rest; AVX-512 shares these with AVX2. */
-#define KIMI_PLAIN_KERNELS(K)                                                                     \
+/* Rooms of their own in AVX2 and NEON; AVX-512 shares AVX2's. */
+#define KIMI_VECTOR_KERNELS(K)                                                                    \
     /* x, cols floats -> out, in the order the product wants, padded with +0 to a multiple of 16 */ \
     K(prepare, (int format, const float *x, int64_t cols, float *out))                            \
     /* the same for product_mxfp4, padded to a multiple of 128 */                                 \
     K(prepare_mxfp4, (const float *x, int64_t cols, float *out))                                  \
+    K(absorb, (const kimi_matrix *w, int64_t lo, int64_t nope, const float *q, int64_t q_stride,  \
+               int64_t count, float *out, int64_t out_stride))                                    \
+    K(attend, (const float *cache, int64_t positions, int64_t heads, int64_t rank, int64_t rope,  \
+               const float *q, float scale, float *out, float *scratch))
+
+/* The rest: plain rooms, compiled again per instruction set, but for arm64, where NEON is part of
+ * the base. */
+#define KIMI_PLAIN_KERNELS(K)                                                                     \
     K(exp, (const float *x, int64_t n, float *y))                                                 \
     K(sigmoid, (const float *x, int64_t n, float *y))                                             \
     K(tanh, (const float *x, int64_t n, float *y))                                                \
@@ -43,13 +51,9 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
               float *y))                                                                          \
     K(delta, (float *state, int64_t dim, const float *q, const float *k, const float *v,          \
               const float *decay, float beta, float *o))                                          \
-    K(absorb, (const kimi_matrix *w, int64_t lo, int64_t nope, const float *q, int64_t q_stride,  \
-               int64_t count, float *out, int64_t out_stride))                                    \
-    K(attend, (const float *cache, int64_t positions, int64_t heads, int64_t rank, int64_t rope,  \
-               const float *q, float scale, float *out, float *scratch))                          \
     K(expert_sum, (const float *x, const float *weights, int64_t k, int64_t n, float *y))
 
-#define KIMI_KERNELS(K) KIMI_PRODUCT_KERNELS(K) KIMI_PLAIN_KERNELS(K)
+#define KIMI_KERNELS(K) KIMI_PRODUCT_KERNELS(K) KIMI_VECTOR_KERNELS(K) KIMI_PLAIN_KERNELS(K)
 
 #define KIMI_POINTER(name, args) void(*name) args;
 typedef struct {
@@ -61,11 +65,15 @@ typedef struct {
 #define KIMI_DECLARE_FMA(name, args) void name##_fma args;
 #define KIMI_DECLARE_AVX2(name, args) void name##_avx2 args;
 #define KIMI_DECLARE_AVX512(name, args) void name##_avx512 args;
+#define KIMI_DECLARE_NEON(name, args) void name##_neon args;
 KIMI_KERNELS(KIMI_DECLARE_BASE)
 #if defined(__x86_64__)
 KIMI_KERNELS(KIMI_DECLARE_FMA)
 KIMI_KERNELS(KIMI_DECLARE_AVX2)
 KIMI_PRODUCT_KERNELS(KIMI_DECLARE_AVX512)
+#elif defined(__aarch64__)
+KIMI_PRODUCT_KERNELS(KIMI_DECLARE_NEON)
+KIMI_VECTOR_KERNELS(KIMI_DECLARE_NEON)
 #endif
 
 /* Heads that one call of `attend` takes together, so that a cache row is loaded once for them. */

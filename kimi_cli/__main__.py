@@ -1,6 +1,6 @@
 """`python -m kimi_cli` is `kimi`."""
 
-from kimi_cli.cli import main
+from kimi_cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,7 @@ person, a tool or a file says can become a control token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import groupby
 
@@ -32,7 +32,8 @@ class Control(Enum):
     END = "<|end_of_msg|>"
 
 
-_Piece = Control | str  # tokenised on its own
+Piece = Control | str
+"""Tokenised on its own."""
 
 
 def encode_chat(
@@ -49,21 +50,37 @@ def encode_chat(
     """
     if thinking not in THINKING:
         raise UsageError(f"thinking wants one of {', '.join(THINKING)}, found {shown(thinking)}")
+    preamble = list(_preamble(thinking, check_tools(tools)))
+    found = message_pieces(check_turns(messages), thinking)
+    rest = [piece for _, pieces in found for piece in pieces]
+    return encode_pieces(tokenizer, [*preamble, *rest, *answer_opening(thinking)])
+
+
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> list[int]:
+    """Ids of `pieces`, each on its own. Raises TokenizerError for an absent control token."""
     control = {member: tokenizer.special(member.value) for member in Control}
     ids: list[int] = []
-    for piece in _prompt(check_turns(messages), thinking, check_tools(tools)):
-        if isinstance(piece, Control):
-            ids.append(control[piece])
-        else:
-            ids += tokenizer.encode(piece)
+    for piece in pieces:
+        ids += [control[piece]] if isinstance(piece, Control) else tokenizer.encode(piece)
     return ids
 
 
-def _prompt(turns: list[Turn], thinking: str, declaration: str | None) -> Iterator[_Piece]:
+def piece_text(pieces: Iterable[Piece]) -> str:
+    """What `pieces` say, control tokens by name."""
+    return "".join(piece.value if isinstance(piece, Control) else piece for piece in pieces)
+
+
+def _preamble(thinking: str, declaration: str | None) -> Iterator[Piece]:
     if declaration is not None:
         yield from _system("tool-declare", declaration)
     if thinking != "off":
         yield from _system("thinking-effort", _EFFORT.format(thinking))
+
+
+def message_pieces(turns: list[Turn], thinking: str) -> list[tuple[Turn, list[Piece]]]:
+    """Each message with its pieces, in the order in which they are read: results of tools stand in
+    the order of the calls they answer. `turns` are a whole conversation."""
+    messages: list[tuple[Turn, list[Piece]]] = []
     results = 0
     for role, run in groupby(turns, key=lambda turn: turn.role):
         for turn in sorted(run, key=lambda turn: turn.answers):
@@ -73,44 +90,48 @@ def _prompt(turns: list[Turn], thinking: str, declaration: str | None) -> Iterat
             if role == "tool":
                 results += 1
                 attributes += [("tool", turn.tool), ("index", str(results))]
-            yield from _open("message", attributes)
             if role == "assistant":
                 results = 0
-                yield from _answer(turn, thinking)
-            else:
-                yield from turn.texts
-            yield from _close("message")
-            yield Control.END
-    yield from _open("message", [("role", "assistant")])
-    yield from _open("response" if thinking == "off" else "think")
+            body = _answer(turn, thinking) if role == "assistant" else turn.texts
+            messages.append((turn, [*_section("message", attributes, body), Control.END]))
+    return messages
 
 
-def _answer(turn: Turn, thinking: str) -> Iterator[_Piece]:
+def answer_opening(thinking: str) -> list[Piece]:
+    """What makes the model answer."""
+    channel = "response" if thinking == "off" else "think"
+    return [*_open("message", [("role", "assistant")]), *_open(channel)]
+
+
+def _answer(turn: Turn, thinking: str) -> Iterator[Piece]:
     if thinking != "off":
         yield from _section("think", [], [turn.reasoning] if turn.reasoning.strip() else [])
     yield from _section("response", [], turn.texts)
     if turn.calls:
-        yield from _open("tools")
-        for index, call in enumerate(turn.calls, 1):
-            yield from _open("call", [("tool", call.name), ("index", str(index))])
-            for tag, attributes, text in call.sections:
-                yield from _section(tag, attributes, [text])
-            yield from _close("call")
-        yield from _close("tools")
+        yield from _section("tools", [], call_pieces(turn))
 
 
-def _system(kind: str, body: str) -> Iterator[_Piece]:
+def call_pieces(turn: Turn) -> Iterator[Piece]:
+    """What stands in the tools section of an assistant's message."""
+    for index, call in enumerate(turn.calls, 1):
+        yield from _open("call", [("tool", call.name), ("index", str(index))])
+        for tag, attributes, text in call.sections:
+            yield from _section(tag, attributes, [text])
+        yield from _close("call")
+
+
+def _system(kind: str, body: str) -> Iterator[Piece]:
     yield from _section("message", [("role", "system"), ("type", kind)], [body])
     yield Control.END
 
 
-def _section(tag: str, attributes: list[Attribute], texts: list[str]) -> Iterator[_Piece]:
+def _section(tag: str, attributes: list[Attribute], body: Iterable[Piece]) -> Iterator[Piece]:
     yield from _open(tag, attributes)
-    yield from texts
+    yield from body
     yield from _close(tag)
 
 
-def _open(tag: str, attributes: list[Attribute] | None = None) -> Iterator[_Piece]:
+def _open(tag: str, attributes: list[Attribute] | None = None) -> Iterator[Piece]:
     yield Control.OPEN
     yield tag
     for key, value in attributes or []:
@@ -118,5 +139,5 @@ def _open(tag: str, attributes: list[Attribute] | None = None) -> Iterator[_Piec
     yield Control.SEP
 
 
-def _close(tag: str) -> Iterator[_Piece]:
+def _close(tag: str) -> Iterator[Piece]:
     yield from (Control.CLOSE, tag, Control.SEP)

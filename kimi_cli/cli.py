@@ -3,7 +3,6 @@ when that command runs."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ISAS = ["auto", "scalar", "avx2", "avx512", "neon"]
+PARTS = ["kernels", "disk", "stream", "decode", "prefill"]
 THINKING = ["off", "low", "medium", "high", "max"]
 
 
@@ -118,12 +118,24 @@ def repack(model: Path, out: Path | None, plain: bool, quiet: bool) -> None:
 @click.option("--prompt-file", type=FILE, help="Read the prompt from a file; - is stdin.")
 @click.option("--messages", type=FILE, help="A conversation, OpenAI style, as JSON.")
 @click.option("--system", help="A system message before the prompt.")
-@click.option("--thinking", type=click.Choice(THINKING), default="off", help="Effort of thinking.")
+@click.option("--thinking", type=click.Choice(THINKING), help="Effort of thinking [off].")
 @click.option("-n", "--max-tokens", type=click.IntRange(0), default=128, help="[128]")
+@click.option("--temperature", type=float, default=0.0, help="0 is greedy [0].")
+@click.option("--top-p", type=float, default=1.0, help="Draw from this share [1, all].")
+@click.option("--top-k", type=int, default=0, help="Draw from the K likeliest [0, all].")
+@click.option("--min-p", type=float, default=0.0, help="Least share of the largest [0, all].")
+@click.option("--seed", type=int, help="Seed of the draws [a new one, reported].")
+@click.option("--stop", multiple=True, help="End before this text; can be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at an end token.")
 @click.option("--logits", type=FILE, help="Write the logits of generated tokens (.npy).")
 @click.option("--all-logits", type=FILE, help="Write the logits of the prompt (.npy).")
+@click.option("--logprobs", type=click.IntRange(0, 20), help="Add K alternatives to the JSON.")
 @click.option("--trace", type=FILE, help="Write the routed experts, for kimi replay.")
+@click.option("--trace-time", type=FILE, help="Write what ran when, for Perfetto (JSON).")
+@click.option("--session", type=FILE, help="Keep the conversation in FILE, and go on with it.")
+@click.option(
+    "--save-every", type=click.IntRange(1), help="Tokens between two saved states [auto]."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.option("--quiet", is_flag=True, help="Errors only on stderr.")
 def generate(**options: Any) -> None:
@@ -131,8 +143,9 @@ def generate(**options: Any) -> None:
 
     Example: kimi generate "Why is the sky blue?" -n 20
     """
-    from kimi_cli.answer import answer
+    from kimi_cli.answer import Wanted, answer
     from kimi_cli.prompt import Given
+    from kimi_cli.sampler import Sampling
 
     given = Given(
         text=options["prompt"],
@@ -143,17 +156,67 @@ def generate(**options: Any) -> None:
         system=options["system"],
         thinking=options["thinking"],
     )
-    answer(
-        _settings(options),
-        given,
+    sampling = Sampling(
+        temperature=options["temperature"],
+        top_p=options["top_p"],
+        top_k=options["top_k"],
+        min_p=options["min_p"],
+        seed=options["seed"],
+    )
+    wanted = Wanted(
         max_tokens=options["max_tokens"],
+        sampling=sampling,
+        stop=options["stop"],
         ignore_eos=options["ignore_eos"],
+        logprobs=options["logprobs"],
         logits=options["logits"],
         all_logits=options["all_logits"],
         trace=options["trace"],
+        trace_time=options["trace_time"],
+        session=options["session"],
+        save_every=options["save_every"],
         as_json=options["as_json"],
         quiet=options["quiet"],
     )
+    answer(_settings(options), given, wanted)
+
+
+@cli.command()
+@click.argument("text", required=False)
+@model_options
+@engine_options
+@click.option("--ids", help="Token ids instead of text: 1,2,3.")
+@click.option("--prompt-file", type=FILE, help="Read the text from a file; - is stdin.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a line.")
+@click.option("--quiet", is_flag=True, help="Errors only on stderr.")
+def score(
+    text: str | None,
+    ids: str | None,
+    prompt_file: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Tell how probable a text is, token by token.
+
+    Example: kimi score "The sky is blue."
+    """
+    from kimi_cli.score import score as run
+
+    run(_settings(options), text, ids, prompt_file, as_json, quiet)
+
+
+@cli.command()
+@click.argument("file", type=FILE)
+@JSON
+def session(file: Path, as_json: bool) -> None:
+    """Show what a session holds, and check it.
+
+    Example: kimi session chat.session
+    """
+    from kimi_cli.contents import show_session
+
+    show_session(file, as_json)
 
 
 @cli.command()
@@ -228,6 +291,42 @@ def replay(trace: Path, slots: str) -> None:
 
 
 @cli.command()
+@click.argument("parts", nargs=-1, metavar="[PART]...", type=click.Choice(PARTS))
+@model_options
+@click.option("--ram", callback=_size, help="Largest budget: 8G, 512M, auto [auto].")
+@click.option("--threads", type=click.IntRange(1), help="Threads [all processors].")
+@click.option("--isa", type=click.Choice(ISAS), default="auto", help="Instruction set.")
+@click.option(
+    "--slice",
+    "slice_",
+    type=click.Choice(["full", "small"]),
+    default="full",
+    help="The model made where none is given; small is a quick look.",
+)
+@click.option("--work-dir", type=FOLDER, help="Where it is made [the temporary directory].")
+@click.option("--json", "as_json", type=FILE, help="Write all figures (JSON).")
+@click.option("--plot", type=FILE, help="Draw what decode measures (PNG; needs matplotlib).")
+@click.option("--trace-time", type=FILE, help="Write what ran when in stream, for Perfetto.")
+def bench(parts: tuple[str, ...], **options: Any) -> None:
+    """Measure PARTs against the limits of this machine: kernels, disk, stream, decode, prefill.
+
+    Example: kimi bench kernels
+    """
+    from kimi_cli.bench.command import Wanted
+    from kimi_cli.bench.command import bench as run
+
+    wanted = Wanted(
+        parts=parts,
+        slice=options["slice_"],
+        json=options["as_json"],
+        plot=options["plot"],
+        trace_time=options["trace_time"],
+        work_dir=options["work_dir"],
+    )
+    run(_settings({**options, "context": None}), wanted)
+
+
+@cli.command()
 @click.option("--isa", type=click.Choice(ISAS), help="Only this instruction set.")
 def selftest(isa: str | None) -> None:
     """Check the installed program against golden vectors, on this CPU.
@@ -256,8 +355,3 @@ def _settings(options: dict[str, Any]) -> Settings:
         isa=options.get("isa", "auto"),
         context=options["context"],
     )
-
-
-def main() -> None:
-    """The `kimi` command."""
-    sys.exit(console.run(lambda: cli.main(standalone_mode=False)))

@@ -22,6 +22,7 @@ from kimi_cli.native import F32
 from kimi_cli.plan import Plan, Request, make_plan, walk
 from kimi_cli.state import State
 from kimi_cli.stream import Reader
+from kimi_cli.timing import TOKEN, Spans, no_span
 from kimi_cli.trunk import Trunk
 from kimi_cli.units import MIB
 from kimi_cli.weights import Weights
@@ -81,12 +82,13 @@ class Engine:
         plan: Plan,
         trace: Trace | None = None,
         progress: Progress | None = None,
+        span: Spans = no_span,
     ) -> None:
-        self.config, self.plan = source.config, plan
+        self.config, self.plan, self._span = source.config, plan, span
         native.set_threads(plan.threads)
         trunk = source.trunk
         with ExitStack() as stack:
-            self._reader = Reader(plan.readers)
+            self._reader = Reader(plan.readers, span)
             stack.callback(self._reader.close)
             self.weights = Weights(trunk, plan, self._reader)
             stack.callback(self.weights.close)
@@ -101,7 +103,14 @@ class Engine:
             )
             stack.callback(self.experts.close)
             self.model = Model(
-                source.config, trunk, self.weights, self.experts, plan.buffers, trace, progress
+                source.config,
+                trunk,
+                self.weights,
+                self.experts,
+                plan.buffers,
+                trace,
+                progress,
+                span,
             )
             stack.callback(self.model.close)
             self.state = State(source.config, plan.context)
@@ -123,22 +132,33 @@ class Engine:
         """Reads what the plan pins; before the first token."""
         self.weights.load(report)
 
-    def prefill(self, ids: Sequence[int], all_logits: bool, then: bool) -> Iterator[F32]:
+    def prefill(
+        self,
+        ids: Sequence[int],
+        all_logits: bool,
+        then: bool,
+        passed: Callable[[], None] | None = None,
+    ) -> Iterator[F32]:
         """Feeds a prompt in chunks; yields logits: [T, vocab] of every chunk, or only the last
-        token's [1, vocab]. `then` tells whether a token will be asked for afterwards."""
+        token's [1, vocab]. `then` tells whether a token will be asked for afterwards; `passed` is
+        called between two chunks."""
         chunk = self.plan.chunk
         pieces = [ids[at : at + chunk] for at in range(0, len(ids), chunk)]
         modes = ["all" if all_logits else "none"] * len(pieces)
-        if not all_logits:
+        if pieces and not all_logits:
             modes[-1] = "last"
-        following: list[str | None] = [*modes[1:], "last" if then else None]
-        for piece, mode, after in zip(pieces, modes, following, strict=True):
-            logits = self.model.forward(self.state, piece, mode, after)
+        following: list[str | None] = [*modes[1:], "last" if then else None][: len(pieces)]
+        for number, (piece, mode, after) in enumerate(zip(pieces, modes, following, strict=True)):
+            if number and passed is not None:
+                passed()
+            with self._span(TOKEN, f"{len(piece)} tokens at {self.state.position}"):
+                logits = self.model.forward(self.state, piece, mode, after)
             if logits is not None:
                 yield logits
 
     def step(self, token: int, then: bool) -> F32:
         """Feeds one token; returns logits [1, vocab]. `then` tells whether another will follow."""
-        logits = self.model.forward(self.state, [token], "last", "last" if then else None)
+        with self._span(TOKEN, f"token {self.state.position}"):
+            logits = self.model.forward(self.state, [token], "last", "last" if then else None)
         assert logits is not None
         return logits

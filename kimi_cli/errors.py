@@ -5,7 +5,8 @@
     |- CheckpointError        3  bad checkpoint
     |  |- ConfigError         3  config.json is missing, mistyped or of another model
     |  |- TokenizerError      3  tokenizer files
-    |  `- TrunkError          3  the repacked trunk is missing, partial, stale or foreign
+    |  |- TrunkError          3  the repacked trunk is missing, partial, stale or foreign
+    |  `- SessionError        3  a session's files are damaged, foreign or of another version
     |- BudgetError            4  does not fit the memory budget
     |- VerifyError            5  a self-test or verification failed
     |- ReadError              1  a read failed, or bytes do not match their checksum
@@ -61,6 +62,10 @@ class TokenizerError(CheckpointError):
 
 class TrunkError(CheckpointError):
     """The trunk is missing, incomplete, damaged, or made from another checkpoint."""
+
+
+class SessionError(CheckpointError):
+    """A session's files are damaged, of another version, or made with another model."""
 
 
 class BudgetError(KimiError):

@@ -22,6 +22,7 @@ from kimi_cli.expertsums import expert_crc
 from kimi_cli.native import U8
 from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_up
 from kimi_cli.tensors import EXPERT_PARTS, expert_bytes, expert_prefix, expert_shapes
+from kimi_cli.timing import CHECK
 
 
 class Expert(NamedTuple):
@@ -147,10 +148,11 @@ class Experts:
                     starts.append(lead)
                     lead += size
             self._offsets[slot] = tuple(starts)
-            self._check(layer, expert, slot)
+            with self._reader.span(CHECK, "expert"):
+                self._check(layer, expert, slot)
             return 0
 
-        return self._reader.submit(work, urgent=True)
+        return self._reader.submit(work, urgent=True, label=f"expert {layer}.{expert}")
 
     def _check(self, layer: int, expert: int, slot: int) -> None:
         """Refuses bytes that differ from their checksum, and a scale byte that means NaN."""

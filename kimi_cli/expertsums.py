@@ -13,8 +13,6 @@ after the other, in the order of EXPERT_PARTS; a dense layer's row is 0.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from numpy.typing import NDArray
 from kimi_cli import remedy
 from kimi_cli.durable import write_whole
 from kimi_cli.errors import TrunkError
-from kimi_cli.manifest import Fingerprint
+from kimi_cli.manifest import digest
 from kimi_cli.native import crc32c
 from kimi_cli.trunk import Trunk
 
@@ -101,11 +99,6 @@ def _shape(trunk: Trunk) -> tuple[int, int]:
     return layers, experts
 
 
-def _digest(fingerprint: Fingerprint) -> bytes:
-    text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).digest()
-
-
 def _modified(trunk: Trunk) -> NDArray[np.int64]:
     """When each shard was last modified, in nanoseconds; -1 of one that is not there."""
     times = (path.stat().st_mtime_ns if path.exists() else -1 for path in trunk.shards)
@@ -113,7 +106,7 @@ def _modified(trunk: Trunk) -> NDArray[np.int64]:
 
 
 def _write(path: Path, magic: bytes, trunk: Trunk, body: bytes) -> None:
-    head = _HEAD.pack(magic, _VERSION, *_shape(trunk), _digest(trunk.fingerprint))
+    head = _HEAD.pack(magic, _VERSION, *_shape(trunk), digest(trunk.fingerprint))
     raw = head + body
     write_whole(path, raw + crc32c(raw).to_bytes(4, "little"))
 
@@ -131,11 +124,11 @@ def _read(path: Path, magic: bytes, trunk: Trunk, length: int) -> bytes:
         raise ValueError(f"cannot be read ({error.strerror or error})") from None
     if len(raw) < _HEAD.size or raw[: len(magic)] != magic:
         raise ValueError("is not a table of expert checksums")
-    _, version, layers, experts, digest = _HEAD.unpack_from(raw)
+    _, version, layers, experts, made_from = _HEAD.unpack_from(raw)
     if version != _VERSION:
         raise ValueError(f"is of version {version}, wanted {_VERSION}")
     if len(raw) >= size and crc32c(raw[: size - 4]).to_bytes(4, "little") == raw[size - 4 :]:
-        if digest != _digest(trunk.fingerprint):
+        if made_from != digest(trunk.fingerprint):
             raise ValueError("was made from another checkpoint")
         return raw[_HEAD.size : -4]
     if (layers, experts) != _shape(trunk):

@@ -10,6 +10,7 @@ trunk.partial.json is the same with the files finished so far; it becomes trunk.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -88,6 +89,12 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 def _compact(facts: dict[str, Any]) -> bytes:
     return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+
+
+def digest(fingerprint: Fingerprint) -> bytes:
+    """SHA-256 of `fingerprint`, 32 bytes: what tells checkpoints apart where that is enough."""
+    text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -18,6 +18,7 @@ from kimi_cli.experts import Experts
 from kimi_cli.native import F32
 from kimi_cli.state import State
 from kimi_cli.stream import ALIGN, DirectFile, allocate, round_up
+from kimi_cli.timing import KERNEL, LAYER, Spans, no_span
 from kimi_cli.trunk import Trunk
 from kimi_cli.weights import Layer, Weights
 
@@ -46,8 +47,9 @@ class Model:
         buffers: Buffers,
         trace: Trace | None = None,
         progress: Progress | None = None,
+        span: Spans = no_span,
     ) -> None:
-        self._config, self._weights, self._experts = config, weights, experts
+        self._config, self._weights, self._experts, self._span = config, weights, experts, span
         self._trace, self._progress = trace, progress
         memory = np.frombuffer(allocate(buffers.size), dtype=np.uint8)
         self._common, used = _views(memory, 0, buffers.common)
@@ -90,12 +92,14 @@ class Model:
         units = layers + (logits != "none")
         for number in range(layers):
             layer = self._weights.enter(number)
-            prefix = self._layer(state, number, layer, blocks, prefix)
+            with self._span(LAYER, f"layer {number}"):
+                prefix = self._layer(state, number, layer, blocks, prefix)
             if self._progress:
                 self._progress(number + 1, units)
         result = None
         if logits != "none":
-            result = self._head(blocks, prefix, count if logits == "all" else 1)
+            with self._span(LAYER, "head"):
+                result = self._head(blocks, prefix, count if logits == "all" else 1)
             if self._progress:
                 self._progress(units, units)
         state.position += count
@@ -113,13 +117,15 @@ class Model:
 
         def mix(name: str) -> F32:
             norm, proj = v[f"{name}_norm"], v[f"{name}_proj"]
-            native.mix([*blocks, prefix], norm, proj, eps, mixed)
+            with self._span(KERNEL, "mix"):
+                native.mix([*blocks, prefix], norm, proj, eps, mixed)
             return mixed
 
         h = mix("self_attention_res") if blocks else prefix
         native.rmsnorm(h, v["input_layernorm"], eps, x)
         attention = self._mla if config.is_mla(number) else self._kda
-        attention(state, number, layer, x, branch)
+        with self._span(LAYER, "attention"):
+            attention(state, number, layer, x, branch)
         if number % config.attn_res_block_size == 0:
             snapshot = self._common["blocks"][len(blocks)].reshape(-1)[: prefix.size]
             snapshot = snapshot.reshape(prefix.shape)
@@ -129,17 +135,19 @@ class Model:
         else:
             native.add(branch, prefix)
         native.rmsnorm(mix("mlp_res"), v["post_attention_layernorm"], eps, x)
-        if config.is_moe(number):
-            self._moe(state, number, layer, x, branch)
-        else:
-            self._dense(layer, x, branch)
+        with self._span(LAYER, "mlp"):
+            if config.is_moe(number):
+                self._moe(state, number, layer, x, branch)
+            else:
+                self._dense(layer, x, branch)
         native.add(branch, prefix)
         return prefix
 
     def _product(self, layer: Layer, name: str, x: F32, y: F32) -> F32:
         """y [T, rows] = x [T, cols] times matrix `name`, piece by piece."""
         for row, piece in layer.rows(name):
-            native.product(piece, x, y[:, row : row + piece.rows], self._scratch)
+            with self._span(KERNEL, name):
+                native.product(piece, x, y[:, row : row + piece.rows], self._scratch)
         return y
 
     def _kda(self, state: State, number: int, layer: Layer, x: F32, out: F32) -> None:
@@ -165,15 +173,16 @@ class Model:
         )
         beta = self._product(layer, "self_attn.b_proj", x, buffers["beta"])
         native.sigmoid(beta, beta)
-        native.delta(
-            state.kda[number],
-            buffers["q"],
-            buffers["k"],
-            buffers["v"],
-            buffers["decay"],
-            beta,
-            buffers["out"],
-        )
+        with self._span(KERNEL, "delta"):
+            native.delta(
+                state.kda[number],
+                buffers["q"],
+                buffers["k"],
+                buffers["v"],
+                buffers["decay"],
+                beta,
+                buffers["out"],
+            )
         self._product(layer, "self_attn.g_proj", x, buffers["gate"].reshape(flat))
         o, weight = buffers["out"], v["self_attn.o_norm"]
         native.gated_norm(o, buffers["gate"], weight, config.rms_norm_eps, o)
@@ -198,13 +207,14 @@ class Model:
             queries = _part(buffers["q_latent"], count, heads, rank + rope)
             attended = _part(buffers["latent"], count, heads, rank)
             mine = q[:, first * (nope + rope) : (first + heads) * (nope + rope)]
-            native.mla_absorb(piece, heads, nope, rope, mine, queries.reshape(count, -1))
-            native.mla_attend(
-                cache, start, rope, queries, (nope + rope) ** -0.5, attended, buffers["attend"]
-            )
-            into = o[:, first * value : (first + heads) * value]
-            flat = attended.reshape(count, -1)
-            native.mla_values(piece, heads, nope, flat, into, self._scratch)
+            with self._span(KERNEL, "attend"):
+                native.mla_absorb(piece, heads, nope, rope, mine, queries.reshape(count, -1))
+                native.mla_attend(
+                    cache, start, rope, queries, (nope + rope) ** -0.5, attended, buffers["attend"]
+                )
+                into = o[:, first * value : (first + heads) * value]
+                flat = attended.reshape(count, -1)
+                native.mla_values(piece, heads, nope, flat, into, self._scratch)
         gate = self._product(layer, "self_attn.g_proj", x, buffers["gate"])
         native.gate(o, gate, o)
         self._product(layer, "self_attn.o_proj", o, out)
@@ -255,10 +265,11 @@ class Model:
             z, y = buffers["chosen"][:few], buffers["expert"][:few]
             gate, up = buffers["w1"][:few], buffers["w3"][:few]
             z[:] = latent[tokens]
-            native.product_mxfp4(w.w1_packed, w.w1_scale, z, gate, self._scratch)
-            native.product_mxfp4(w.w3_packed, w.w3_scale, z, up, self._scratch)
-            self._situ(gate, up)
-            native.product_mxfp4(w.w2_packed, w.w2_scale, gate, y, self._scratch)
+            with self._span(KERNEL, f"expert {expert}"):
+                native.product_mxfp4(w.w1_packed, w.w1_scale, z, gate, self._scratch)
+                native.product_mxfp4(w.w3_packed, w.w3_scale, z, up, self._scratch)
+                self._situ(gate, up)
+                native.product_mxfp4(w.w2_packed, w.w2_scale, gate, y, self._scratch)
             outputs[tokens, places] = y
 
     def _head(self, blocks: list[F32], prefix: F32, count: int) -> F32:

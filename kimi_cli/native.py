@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kimi_cli._native import ffi, lib
-from kimi_cli.errors import KimiError, UsageError
+from kimi_cli.errors import CheckpointError, KimiError, NumericError, UsageError
 
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 
 
@@ -67,6 +69,11 @@ def set_threads(count: int) -> None:
 
 
 def _done(status: int, name: str) -> None:
+    if status == lib.KIMI_E_ESCAPES:
+        raise CheckpointError(
+            "packed weights have escapes out of order: the trunk was not written by kimi repack; "
+            "delete it and run kimi repack"
+        )
     if status != 0:
         raise KimiError(f"internal error: {name} refused its arguments ({status})")
 
@@ -88,6 +95,13 @@ def _flat(array: F32, *shape: int) -> Any:
     if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
         raise ValueError(f"want contiguous float32 {shape}, got {array.dtype} {array.shape}")
     return ffi.cast("float *", _address(array))
+
+
+def _vector(array: NDArray[Any], size: int, dtype: Any, pointer: str) -> Any:
+    """`pointer` to a contiguous array [size] of exactly this dtype."""
+    if array.shape != (size,):
+        raise ValueError(f"want [{size}], got {array.shape}")
+    return ffi.cast(pointer, _raw(array, dtype) or 1)
 
 
 def _rows(array: F32, cols: int) -> tuple[Any, int]:
@@ -496,3 +510,83 @@ def expert_sum(x: F32, weights: F32, y: F32) -> None:
 def argmax(x: F32) -> int:
     """Index of the largest of x [n], the lowest on a tie; -1 if any value is not finite."""
     return int(lib.kimi_argmax(_flat(x, x.size), x.size))
+
+
+def _finite(status: int, name: str) -> None:
+    if status == lib.KIMI_E_NUMERIC:
+        raise NumericError("the logits hold NaN or infinity: no token can be chosen from them")
+    _done(status, name)
+
+
+def sample(
+    logits: F32,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    index: int,
+    weights: F32,
+    order: I32,
+) -> int:
+    """An id drawn from logits [n], as kimi.h says; `weights` and `order` [n] are scratch.
+
+    Raises NumericError when a logit is not finite.
+    """
+    chosen = ffi.new("int32_t *")
+    status = lib.kimi_sample(
+        _flat(logits, logits.size),
+        logits.size,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        index,
+        _flat(weights, logits.size),
+        _vector(order, logits.size, np.int32, "int32_t *"),
+        chosen,
+    )
+    _finite(status, "kimi_sample")
+    return int(chosen[0])
+
+
+def logprobs(logits: F32, ids: I32, values: F64, top_ids: I32, top_values: F64) -> None:
+    """Natural log-probabilities under logits [n] of `ids` into `values`, and of the best
+    len(top_ids), largest first, into `top_ids` and `top_values`.
+
+    Raises NumericError when a logit is not finite.
+    """
+    top = len(top_ids)
+    status = lib.kimi_logprobs(
+        _flat(logits, logits.size),
+        logits.size,
+        _vector(ids, len(ids), np.int32, "int32_t *"),
+        len(ids),
+        _vector(values, len(ids), np.float64, "double *"),
+        top,
+        _vector(top_ids, top, np.int32, "int32_t *"),
+        _vector(top_values, top, np.float64, "double *"),
+    )
+    _finite(status, "kimi_logprobs")
+
+
+def perplexity(total: float, count: int) -> float:
+    """exp(-total / count) of `count` log-probabilities that add up to `total`."""
+    return float(lib.kimi_perplexity(total, count))
+
+
+def roof_read(words: NDArray[np.uint64]) -> int:
+    """Sum of `words` modulo 2^64, read as fast as this machine can."""
+    total = ffi.new("uint64_t *")
+    pointer = ffi.cast("uint64_t *", _raw(words, np.uint64))
+    _done(lib.kimi_roof_read(pointer, words.size, total), "kimi_roof_read")
+    return int(total[0])
+
+
+def roof_fma(rounds: int) -> tuple[int, float]:
+    """`rounds` steps of multiply-adds as fast as this machine can: floating-point operations done
+    by all threads, and a mean near 0.5 that depends on every one."""
+    flops, mean = ffi.new("int64_t *"), ffi.new("float *")
+    _done(lib.kimi_roof_fma(rounds, flops, mean), "kimi_roof_fma")
+    return int(flops[0]), float(mean[0])

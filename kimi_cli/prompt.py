@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kimi_cli.channels import AnswerParser
-from kimi_cli.chat import encode_chat
 from kimi_cli.config import Config
 from kimi_cli.conversation import parse_messages
 from kimi_cli.errors import TokenizerError, UsageError
 from kimi_cli.jsonfile import parse_json
+from kimi_cli.stop import StopTexts
 from kimi_cli.tokenizer import TextStream, Tokenizer
+from kimi_cli.turns import Asked, begin
 
 CHAT_TOKENS, THINKING_TOKENS = 128, 256
 """More than the chat format adds to a prompt and its system message; the note on thinking effort.
@@ -25,7 +26,10 @@ MESSAGE_FACTOR = 3
 
 @dataclass(frozen=True)
 class Given:
-    """The prompt options of `generate`; of text, ids, file and messages exactly one is set."""
+    """The prompt options of `generate`; of text, ids, file and messages exactly one is set.
+
+    `thinking` None is off, or what the session was begun with.
+    """
 
     text: str | None = None
     ids: str | None = None
@@ -33,7 +37,7 @@ class Given:
     messages: Path | None = None
     raw: bool = False
     system: str | None = None
-    thinking: str = "off"
+    thinking: str | None = None
 
     def __post_init__(self) -> None:
         sources = {
@@ -60,29 +64,38 @@ class Given:
         """Whether the answer comes in the chat format."""
         return not self.raw and self.ids is None
 
+    @property
+    def effort(self) -> str:
+        """`thinking` with its default filled in."""
+        return self.thinking or "off"
 
-def prompt_ids(given: Given, tokenizer: Tokenizer | None, config: Config) -> list[int]:
-    """The whole prompt as fed. Raises UsageError when it is empty, malformed or out of range."""
+
+def ask(given: Given, tokenizer: Tokenizer | None, config: Config) -> Asked:
+    """What the prompt options ask for. Raises UsageError when that is empty, malformed or out of
+    range, and TokenizerError for a text without a tokenizer."""
     if given.ids is not None:
-        return parse_ids(given.ids, config.vocab_size)
+        return Asked(ids=parse_ids(given.ids, config.vocab_size))
     if tokenizer is None:
         raise TokenizerError("the checkpoint has no tiktoken.model: only --ids can be used with it")
     if given.messages is not None:
         messages, tools = parse_messages(_json(given.messages))
-        if given.system is not None:
-            messages = [{"role": "system", "content": given.system}, *messages]
-        ids = encode_chat(tokenizer, messages, given.thinking, tools)
-    else:
-        text = _read_text(given.file) if given.file is not None else given.text or ""
-        if not text:
-            raise UsageError("the prompt is empty: it needs at least one character")
-        if given.raw:
-            ids = tokenizer.encode(text)
-        else:
-            system = [] if given.system is None else [{"role": "system", "content": given.system}]
-            turns: list[dict[str, Any]] = [*system, {"role": "user", "content": text}]
-            ids = encode_chat(tokenizer, turns, given.thinking)
-    if max(ids) >= config.vocab_size:
+        return Asked(None, None, messages, tools, given.system, given.thinking)
+    text = _read_text(given.file) if given.file is not None else given.text or ""
+    if not text:
+        raise UsageError("the prompt is empty: it needs at least one character")
+    if given.raw:
+        return Asked(ids=check_ids(tokenizer.encode(text), config))
+    return Asked(text=text, system=given.system, thinking=given.thinking)
+
+
+def prompt_ids(given: Given, tokenizer: Tokenizer | None, config: Config) -> list[int]:
+    """The whole prompt as fed. Raises as `ask` does."""
+    return check_ids(begin(ask(given, tokenizer, config), tokenizer).prompt, config)
+
+
+def check_ids(ids: list[int], config: Config) -> list[int]:
+    """`ids` of a tokenizer. Raises TokenizerError if the model has not that many."""
+    if max(ids, default=0) >= config.vocab_size:
         raise TokenizerError(
             f"the tokenizer gives id {max(ids)}, beyond the model's vocabulary of "
             f"{config.vocab_size}: tiktoken.model and config.json are not of one checkpoint"
@@ -100,7 +113,7 @@ def prompt_bounds(given: Given, config: Config) -> tuple[int, int]:
     for path, factor in ((given.file, 1), (given.messages, MESSAGE_FACTOR)):
         if path is not None and path.is_file():
             size += path.stat().st_size * factor
-    note = 0 if given.thinking == "off" else THINKING_TOKENS
+    note = 0 if given.effort == "off" else THINKING_TOKENS
     return 1, size + CHAT_TOKENS + note
 
 
@@ -142,18 +155,41 @@ def _json(path: Path) -> object:
     return data
 
 
+def token_text(tokenizer: Tokenizer | None, token: int) -> str | None:
+    """The text of one token; None where it has none of its own, being a part of a character."""
+    if tokenizer is None or token >= tokenizer.vocab_size:
+        return None
+    try:
+        return tokenizer.decode_bytes((token,)).decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
 class Answer:
     """The text of an answer as its ids come: complete characters only, channels kept apart.
 
     `push` and `finish` return what can be shown now: the response in the chat format, everything
-    in a continuation. `text` and `reasoning` hold all of it so far.
+    in a continuation, up to the first of the `stop` texts in it. `text` and `reasoning` hold all of
+    it so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer, given: Given, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        given: Given,
+        end_ids: frozenset[int],
+        stop: Sequence[str] = (),
+    ) -> None:
         self.text = self.reasoning = ""
+        self._stop = StopTexts(stop)
         self._end = end_ids
         self._stream = None if given.chat else TextStream(tokenizer)
-        self._parser = AnswerParser(tokenizer, given.thinking) if given.chat else None
+        self._parser = AnswerParser(tokenizer, given.effort) if given.chat else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was completed."""
+        return self._stop.found
 
     def push(self, token: int) -> str:
         """What `token` adds to the shown text; end tokens add nothing."""
@@ -163,14 +199,18 @@ class Answer:
         return self._keep([("response", "" if token in self._end else self._stream.push(token))])
 
     def finish(self) -> str:
-        """What was held back in the hope of completing a character."""
+        """What was held back in the hope of completing a character, or a stop text."""
         if self._parser is not None:
-            return self._keep(self._parser.finish())
-        assert self._stream is not None
-        return self._keep([("response", self._stream.finish())])
+            pieces = self._parser.finish()
+        else:
+            assert self._stream is not None
+            pieces = [("response", self._stream.finish())]
+        shown, rest = self._keep(pieces), self._stop.finish()
+        self.text += rest
+        return shown + rest
 
     def _keep(self, pieces: list[tuple[str, str]]) -> str:
-        shown = "".join(text for kind, text in pieces if kind != "reasoning")
+        shown = self._stop.push("".join(text for kind, text in pieces if kind != "reasoning"))
         self.text += shown
         self.reasoning += "".join(text for kind, text in pieces if kind == "reasoning")
         return shown

@@ -25,18 +25,20 @@ TEXT_INTEGERS = {  # key: (smallest, largest) value accepted
     "num_attention_heads": (1, 1 << 14),
     "num_key_value_heads": (1, 1 << 14),
     "q_lora_rank": (1, 1 << 20),
-    "kv_lora_rank": (1, 1 << 20),
+    "kv_lora_rank": (1, 1 << 13),
     "qk_nope_head_dim": (1, 1 << 16),
     "qk_rope_head_dim": (1, 1 << 16),
     "v_head_dim": (1, 1 << 16),
     "num_experts": (1, 1 << 12),
-    "num_experts_per_token": (1, 1 << 12),
+    "num_experts_per_token": (1, 1 << 8),
     "num_shared_experts": (1, 1 << 10),
     "moe_intermediate_size": (1, 1 << 20),
     "routed_expert_hidden_size": (1, 1 << 20),
     "attn_res_block_size": (1, 1 << 20),
     "max_position_embeddings": (1, 1 << 32),
 }
+SNAPSHOTS = 255
+"""Residual blocks that one mix can weigh besides the running sum."""
 TEXT_NUMBERS = {
     "rms_norm_eps": (1e-30, 1.0),
     "routed_scaling_factor": (1e-6, 1e6),
@@ -61,7 +63,7 @@ TEXT_SWITCHES: Mapping[str, object] = {  # key: the one value implemented
 }
 LINEAR_INTEGERS = {
     "num_heads": (1, 1 << 14),
-    "head_dim": (1, 1 << 14),
+    "head_dim": (1, 1 << 10),
     "short_conv_kernel_size": (1, 64),
 }
 LINEAR_NUMBERS = {"gate_lower_bound": (-1e6, -1e-6)}
@@ -200,6 +202,9 @@ def _relations(text: Object) -> Iterator[Problem]:
 
     yield from above("num_experts_per_token", "num_experts")
     yield from above("first_k_dense_replace", "num_hidden_layers")
+    layers, block = number("num_hidden_layers"), number("attn_res_block_size")
+    if layers is not None and block and -(-layers // block) > SNAPSHOTS:
+        yield "text_config.attn_res_block_size", f"is {block}, which makes over {SNAPSHOTS} blocks"
     heads, shared = number("num_attention_heads"), number("num_key_value_heads")
     if heads is not None and shared is not None and heads != shared:
         yield "text_config.num_key_value_heads", f"is {shared}, wanted num_attention_heads {heads}"

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kimi_cli.errors import KimiError, ReadError
+from kimi_cli.timing import READ, WAIT, Spans, no_span
 
 ALIGN = 4096
 """Offsets, lengths and buffers of direct reads are multiples of this."""
@@ -145,10 +146,11 @@ class DirectFile:
 class Ticket:
     """One request in flight. `wait` returns when its buffer is filled and checked."""
 
-    __slots__ = ("_error", "_event", "lead", "work")
+    __slots__ = ("_error", "_event", "_label", "_span", "lead", "work")
 
-    def __init__(self, work: Callable[[], int]) -> None:
+    def __init__(self, work: Callable[[], int], label: str = "", span: Spans = no_span) -> None:
         self.work = work
+        self._label, self._span = label, span
         self.lead = 0
         self._error: BaseException | None = None
         self._event = threading.Event()
@@ -156,7 +158,8 @@ class Ticket:
     def run(self) -> None:
         """Called by a reader thread, once."""
         try:
-            self.lead = self.work()
+            with self._span(READ, self._label):
+                self.lead = self.work()
         except BaseException as error:  # carried to the thread that waits
             self._error = error
         self._event.set()
@@ -167,7 +170,9 @@ class Ticket:
 
     def wait(self) -> int:
         """Blocks until done; returns what `work` returned or raises what it raised."""
-        self._event.wait()
+        if not self.ready:
+            with self._span(WAIT, self._label):
+                self._event.wait()
         if self._error is not None:
             raise self._error
         return self.lead
@@ -176,10 +181,12 @@ class Ticket:
 class Reader:
     """A pool of threads that run requests in order, urgent ones before all others.
 
-    One thread submits; `close` waits for the requests that have begun and drops the rest.
+    One thread submits; `close` waits for the requests that have begun and drops the rest. Requests
+    and waits are spans of `span`, which requests may use for parts of theirs.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, span: Spans = no_span) -> None:
+        self.span = span
         self._queues: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())
         self._wake = threading.Condition()
         self._closed = False
@@ -190,9 +197,9 @@ class Reader:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, work: Callable[[], int], urgent: bool = False) -> Ticket:
+    def submit(self, work: Callable[[], int], urgent: bool = False, label: str = "") -> Ticket:
         """Queues `work`, which reads and checks one buffer and returns where the bytes begin."""
-        ticket = Ticket(work)
+        ticket = Ticket(work, label, self.span)
         with self._wake:
             self._queues[0 if urgent else 1].append(ticket)
             self._wake.notify()

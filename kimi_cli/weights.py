@@ -19,6 +19,7 @@ from kimi_cli.errors import ReadError
 from kimi_cli.native import F32, U8, Format, Matrix
 from kimi_cli.plan import Plan, Segment, walk
 from kimi_cli.stream import ALIGN, DirectFile, Reader, Ring, Ticket, allocate, round_up
+from kimi_cli.timing import CHECK
 from kimi_cli.trunk import Block, StoredMatrix, Trunk, Unit
 
 Report = Callable[[int, int], None]
@@ -262,7 +263,8 @@ class Weights:
             lead = file.read(segment.offset, segment.length, buffer)
             at = lead
             for block in blocks:
-                found = native.crc32c(buffer[at : at + block.length])
+                with self._reader.span(CHECK, "crc32c"):
+                    found = native.crc32c(buffer[at : at + block.length])
                 if found != block.crc:
                     raise ReadError(
                         f"{file.path}: damaged between bytes {block.offset} and "
@@ -272,7 +274,7 @@ class Weights:
                 at += block.length
             return lead
 
-        return self._reader.submit(work)
+        return self._reader.submit(work, label=self._name(place))
 
     def _blocks(self, place: int) -> tuple[Block, ...]:
         segment = self._walk[place]

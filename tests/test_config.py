@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kimi_cli import schema
 from kimi_cli.config import MAX_BYTES, Config, load_config, parse_config
 from kimi_cli.errors import ConfigError, Exit
-from kimi_cli.synth import BUILTIN
+from kimi_cli.native import lib
+from kimi_cli.synth import BUILTIN, make_config
 
 OFFICIAL: dict[str, Any] = json.loads((BUILTIN / "config.json").read_text())
 JSON = st.recursive(
@@ -304,3 +305,17 @@ def test_any_bytes_are_refused(tmp_path_factory: pytest.TempPathFactory, raw: by
     (folder / "config.json").write_bytes(raw)
     with pytest.raises(ConfigError):
         load_config(folder)
+
+
+def test_bounds_are_those_of_the_kernels() -> None:
+    assert schema.TEXT_INTEGERS["kv_lora_rank"][1] == lib.KIMI_MAX_RANK
+    assert schema.TEXT_INTEGERS["num_experts_per_token"][1] == lib.KIMI_MAX_TOP
+    assert schema.LINEAR_INTEGERS["head_dim"][1] == lib.KIMI_MAX_DIM
+    assert schema.LINEAR_INTEGERS["short_conv_kernel_size"][1] == lib.KIMI_MAX_TAPS
+    assert schema.SNAPSHOTS + 1 == lib.KIMI_MAX_SOURCES
+
+
+def test_too_many_residual_blocks_are_refused() -> None:
+    data = make_config(num_hidden_layers=300, attn_res_block_size=1)
+    with pytest.raises(ConfigError, match="attn_res_block_size is 1, which makes over 255 blocks"):
+        parse_config(data, "config.json")

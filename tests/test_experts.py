@@ -81,7 +81,7 @@ def stored(source: Source) -> dict[tuple[int, int], list[bytes]]:
 
 
 def fetch(experts: Experts, layer: int, wanted: list[int]) -> dict[int, list[bytes]]:
-    experts.request(layer, wanted)
+    experts.request(layer, wanted, range(len(wanted)))
     found: dict[int, list[bytes]] = {}
     for expert, tensors in experts.arrivals():
         assert expert not in found
@@ -115,7 +115,7 @@ def test_every_expert_arrives_once_with_its_bytes(source: Source, slots: int) ->
 
 def test_shapes_are_the_formats(source: Source) -> None:
     with opened(source, 1) as experts:
-        experts.request(1, [0])
+        experts.request(1, [0], [0])
         for _, expert in experts.arrivals():
             assert [tensor.shape for tensor in expert] == [
                 (96, 80), (96, 5), (160, 48), (160, 3), (96, 80), (96, 5)
@@ -125,17 +125,17 @@ def test_shapes_are_the_formats(source: Source) -> None:
 
 def test_hits_misses_and_bytes(source: Source) -> None:
     size = expert_bytes(source.config)
-    with opened(source, 4) as experts:
+    with opened(source, 6) as experts:
         fetch(experts, 1, [0, 1, 2, 3])
         assert (experts.requests, experts.hits, experts.bytes_read) == (4, 0, 4 * size)
         fetch(experts, 1, [3, 0])
         assert (experts.requests, experts.hits, experts.bytes_read) == (6, 2, 4 * size)
-        fetch(experts, 2, [0])  # in place of 1, the least recently used
+        fetch(experts, 2, [0])  # another expert than layer 1's of the same number
         assert (experts.requests, experts.hits, experts.bytes_read) == (7, 2, 5 * size)
-        fetch(experts, 1, [0, 2, 3])
-        assert (experts.requests, experts.hits, experts.bytes_read) == (10, 5, 5 * size)
-        fetch(experts, 1, [1])
+        fetch(experts, 1, [4, 0, 2, 3])  # the six slots are full now
         assert (experts.requests, experts.hits, experts.bytes_read) == (11, 5, 6 * size)
+        fetch(experts, 3, [0, 1, 2, 3, 4, 5])
+        assert (experts.requests, experts.hits, experts.bytes_read) == (17, 5, 12 * size)
 
 
 @settings(max_examples=40, deadline=None)

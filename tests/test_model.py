@@ -219,7 +219,7 @@ def test_prompts_of_1_to_70_tokens(small: Source) -> None:
 def test_chunks_of_every_length(small: Source) -> None:
     ids = tokens(small, 33, seed=5)
     whole = run(small, ids, chunk=33)
-    for chunk in range(1, 33):
+    for chunk in (*range(1, 12), 16, 17, 31, 32):
         assert run(small, ids, chunk=chunk, threads=1 + chunk % 3).same(whole), chunk
 
 

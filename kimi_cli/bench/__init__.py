@@ -1,0 +1,1 @@
+"""`kimi bench`: how fast each part runs, against a limit measured in the same run."""

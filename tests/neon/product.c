@@ -1,0 +1,115 @@
+/* product.c: the dense, MXFP4 and latent products over hostile shapes. */
+#include "harness.h"
+
+#include <string.h>
+
+static const int64_t columns_of_x[] = {1, 2, 3, 5, 64, 65, 130};
+enum { COUNTS = sizeof columns_of_x / sizeof *columns_of_x };
+
+static const enum kind pairs[][2] = {{PLAIN, PLAIN}, {PLAIN, TINY},    {TINY, PLAIN},
+                                     {TINY, TINY},   {TINY, LARGE},    {LARGE, LARGE},
+                                     {WIDE, WIDE},   {PLAIN, SPECIAL}, {SPECIAL, SPECIAL}};
+enum { PAIRS = sizeof pairs / sizeof *pairs };
+
+/* Rows of `out` packed tightly, though written with a gap. */
+static int64_t tight(const float *y, int64_t y_stride, int64_t count, int64_t rows, float *out) {
+    for (int64_t t = 0; t < count; t++)
+        memcpy(out + t * rows, y + t * y_stride, (size_t)rows * sizeof *out);
+    return count * rows;
+}
+
+static int64_t dense(const shape *s, float *out) {
+    kimi_matrix w = random_matrix(s->format, s->rows, s->cols, s->weights);
+    int64_t x_stride = s->cols + 3, y_stride = s->rows + (s->cols & 1) * 5;
+    float *x = random_floats(s->count * x_stride, s->x);
+    float *scratch = take_floats(kimi_scratch(s->cols, s->count));
+    float *y = take_floats(s->count * y_stride);
+    if (y_stride == s->rows) y = out; /* straight between the guards */
+    if (kimi_product(&w, x, x_stride, s->count, y, y_stride, scratch)) return 0;
+    return y == out ? s->count * s->rows : tight(y, y_stride, s->count, s->rows, out);
+}
+
+static int64_t mxfp4(const shape *s, float *out) {
+    static const uint8_t edge[] = {0, 1, 2, 64, 126, 127, 128, 200, 253, 254};
+    int64_t groups = s->cols / 32, x_stride = s->cols + 1;
+    uint8_t *packed = take(s->rows * groups * 16), *scales = take(s->rows * groups);
+    for (int64_t i = 0; i < s->rows * groups * 16; i++) packed[i] = (uint8_t)random_bits();
+    for (int64_t i = 0; i < s->rows * groups; i++)
+        scales[i] = s->weights == PLAIN  ? (uint8_t)(100 + random_below(40))
+                    : s->weights == TINY ? (uint8_t)random_below(12)
+                                         : edge[random_below(10)];
+    float *x = random_floats(s->count * x_stride, s->x);
+    float *scratch = take_floats(kimi_scratch(s->cols, s->count));
+    if (kimi_product_mxfp4(packed, scales, s->rows, s->cols, x, x_stride, s->count, out, s->rows,
+                           scratch))
+        return 0;
+    return s->count * s->rows;
+}
+
+/* rows = heads; each has 11 rows for keys and 6 for values; cols = rank. */
+enum { NOPE = 11, VALUE = 6, ROPE = 5 };
+
+static int64_t absorb(const shape *s, float *out) {
+    kimi_matrix w = random_matrix(s->format, s->rows * (NOPE + VALUE), s->cols, s->weights);
+    float *q = random_floats(s->count * s->rows * (NOPE + ROPE), s->x);
+    int64_t stride = s->rows * (s->cols + ROPE);
+    if (kimi_mla_absorb(&w, s->rows, NOPE, ROPE, q, s->rows * (NOPE + ROPE), s->count, out, stride))
+        return 0;
+    return s->count * stride;
+}
+
+static int64_t values(const shape *s, float *out) {
+    kimi_matrix w = random_matrix(s->format, s->rows * (NOPE + VALUE), s->cols, s->weights);
+    float *latent = random_floats(s->count * s->rows * s->cols, s->x);
+    float *scratch = take_floats(kimi_scratch(s->cols, s->count * s->rows));
+    if (kimi_mla_values(&w, s->rows, NOPE, s->cols, latent, s->rows * s->cols, s->count, out,
+                        s->rows * VALUE, scratch))
+        return 0;
+    return s->count * s->rows * VALUE;
+}
+
+/* rows = heads, cols = rank; as many positions before the tokens as they are columns. */
+static int64_t attend(const shape *s, float *out) {
+    int64_t start = 2 * s->count - 1, width = s->cols + ROPE;
+    float *cache = random_floats((start + s->count) * width, s->weights);
+    float *q = random_floats(s->count * s->rows * width, s->x);
+    float *scratch = take_floats(kimi_mla_scratch(start + s->count));
+    if (kimi_mla_attend(cache, start, s->count, s->rows, s->cols, ROPE, q, 0.0625f, out, scratch))
+        return 0;
+    return s->count * s->rows * s->cols;
+}
+
+static void products(const char *name, case_fn run, int format, const int64_t *cols, int64_t n,
+                     int64_t most) {
+    static const int64_t rows[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13};
+    int64_t turn = 0;
+    suite_begin(name);
+    for (int64_t i = 0; i < n; i++)
+        for (int j = 0; j < COUNTS; j++)
+            for (int k = 0; k < 3; k++, turn++) {
+                const enum kind *pair = pairs[turn % PAIRS];
+                shape s = {format, rows[turn * 7 % 10], cols[i], columns_of_x[j], pair[0], pair[1]};
+                if (s.cols * s.count * s.rows <= most) run_case(run, s);
+            }
+    suite_end();
+}
+
+void product_suites(void) {
+    static const int64_t any[] = {1,  2,  3,  4,  7,  8,   9,   12,  13,  15,  16, 17,
+                                  20, 31, 33, 63, 65, 100, 255, 257, 513, 1025};
+    static const int64_t blocks[] = {64, 128, 192, 256, 320, 1088};
+    static const int64_t groups[] = {32,  64,  96,  128, 160, 192, 224, 256,
+                                     480, 512, 544, 608, 640, 1120};
+    static const int64_t ranks[] = {1, 5, 15, 16, 17, 48, 63, 64, 65, 80, 127, 200};
+    int64_t most = 1 << 18;
+    products("bf16", dense, KIMI_BF16, any, 22, most);
+    products("f32", dense, KIMI_F32, any, 22, most);
+    products("packed", dense, KIMI_PACKED, blocks, 6, most);
+    products("mxfp4", mxfp4, KIMI_BF16, groups, 14, most);
+    products("absorb bf16", absorb, KIMI_BF16, ranks, 12, most / 16);
+    products("absorb f32", absorb, KIMI_F32, ranks, 12, most / 16);
+    products("absorb packed", absorb, KIMI_PACKED, blocks, 4, most / 16);
+    products("values packed", values, KIMI_PACKED, blocks, 4, most / 16);
+    products("values bf16", values, KIMI_BF16, ranks, 12, most / 16);
+    products("attend", attend, KIMI_F32, ranks, 12, most / 64);
+}
