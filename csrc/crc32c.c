@@ -34,7 +34,7 @@ static uint32_t crc_bytes(uint32_t c, const uint8_t *p, int64_t n) {
 #define crc_byte _mm_crc32_u8
 static int crc_instruction(void) { return __builtin_cpu_supports("sse4.2") != 0; }
 #elif defined(__aarch64__)
-/* Not arm_acle.h: compilers disagree on whether a function's own target reaches what it declares. */
+/* Not arm_acle.h: some compilers hide its functions unless the whole file is for such CPUs. */
 #define CRC_TARGET
 #define CRC_STEP(instruction) ".arch_extension crc\n\t" instruction " %w0, %w0, "
 static inline uint64_t crc_word(uint64_t crc, uint64_t word) {

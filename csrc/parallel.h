@@ -22,7 +22,7 @@ static inline void float_leave(unsigned old) { _mm_setcsr(old); }
 static inline unsigned long float_enter(void) {
     unsigned long old;
     __asm__ volatile("mrs %0, fpcr" : "=r"(old));
-    __asm__ volatile("msr fpcr, %0" : : "r"(old & ~(0xC00000ul | 0x1000000ul | 0x80000ul)));
+    __asm__ volatile("msr fpcr, %0" : : "r"(old & ~(0x1C00000ul | 0x80000ul | 0x7ul)));
     return old;
 }
 static inline void float_leave(unsigned long old) {

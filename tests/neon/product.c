@@ -47,13 +47,17 @@ static int64_t mxfp4(const shape *s, float *out) {
 }
 
 /* rows = heads; each has 11 rows for keys and 6 for values; cols = rank. */
-enum { NOPE = 11, VALUE = 6, ROPE = 5 };
+enum { NOPE = 11, VALUE = 6 };
+
+/* Without any, the last column is beside the guard. */
+static int64_t rope_of(const shape *s) { return s->cols % 3 ? 5 : 0; }
 
 static int64_t absorb(const shape *s, float *out) {
     kimi_matrix w = random_matrix(s->format, s->rows * (NOPE + VALUE), s->cols, s->weights);
-    float *q = random_floats(s->count * s->rows * (NOPE + ROPE), s->x);
-    int64_t stride = s->rows * (s->cols + ROPE);
-    if (kimi_mla_absorb(&w, s->rows, NOPE, ROPE, q, s->rows * (NOPE + ROPE), s->count, out, stride))
+    int64_t rope = rope_of(s), q_stride = s->rows * (NOPE + rope);
+    int64_t stride = s->rows * (s->cols + rope);
+    float *q = random_floats(s->count * q_stride, s->x);
+    if (kimi_mla_absorb(&w, s->rows, NOPE, rope, q, q_stride, s->count, out, stride))
         return 0;
     return s->count * stride;
 }
@@ -70,11 +74,11 @@ static int64_t values(const shape *s, float *out) {
 
 /* rows = heads, cols = rank; as many positions before the tokens as they are columns. */
 static int64_t attend(const shape *s, float *out) {
-    int64_t start = 2 * s->count - 1, width = s->cols + ROPE;
+    int64_t start = 2 * s->count - 1, rope = rope_of(s), width = s->cols + rope;
     float *cache = random_floats((start + s->count) * width, s->weights);
     float *q = random_floats(s->count * s->rows * width, s->x);
     float *scratch = take_floats(kimi_mla_scratch(start + s->count));
-    if (kimi_mla_attend(cache, start, s->count, s->rows, s->cols, ROPE, q, 0.0625f, out, scratch))
+    if (kimi_mla_attend(cache, start, s->count, s->rows, s->cols, rope, q, 0.0625f, out, scratch))
         return 0;
     return s->count * s->rows * s->cols;
 }
