@@ -77,7 +77,8 @@ int kimi_isa(void);
 int kimi_threads_set(int threads);
 
 /* Weights of a dense product: `rows` consecutive rows of a matrix. `table` (16 bytes), `starts`
- * (rows + 1 entries) and `escapes` are read for KIMI_PACKED only; starts[0] need not be 0. */
+ * (rows + 1 entries) and `escapes` (escape_count entries) are read for KIMI_PACKED only; starts[0]
+ * need not be 0. */
 typedef struct {
     int format;
     int64_t rows;
@@ -86,6 +87,7 @@ typedef struct {
     const uint8_t *table;
     const uint32_t *starts;
     const uint32_t *escapes;
+    int64_t escape_count;
 } kimi_matrix;
 
 /* y[t][r] = sum over c of W[r][c] x[t][c], for `count` columns t; x_stride, y_stride in floats.

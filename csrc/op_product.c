@@ -1,27 +1,16 @@
 /* op_product.c: products as operations: rows split over threads, columns of x prepared once. */
+#include "matrix.h"
 #include "parallel.h"
 
-/* Escapes come from a file and steer writes inside a row: each row's columns must ascend. */
-static int escapes_check(const kimi_matrix *w) {
-    for (int64_t r = 0; r < w->rows; r++) {
-        if (w->starts[r] > w->starts[r + 1]) return KIMI_E_ESCAPES;
-        int64_t last = -1;
-        for (uint32_t e = w->starts[r]; e < w->starts[r + 1]; e++) {
-            int64_t column = w->escapes[e] >> 16;
-            if (column <= last || column >= w->cols) return KIMI_E_ESCAPES;
-            last = column;
-        }
-    }
-    return 0;
-}
-
-static int matrix_check(const kimi_matrix *w) {
-    if (!w || !w->data || w->rows < 1 || w->cols < 1) return KIMI_E_ARGUMENT;
-    if (w->format == KIMI_BF16 || w->format == KIMI_F32) return 0;
-    if (w->format != KIMI_PACKED || w->cols % 64 || w->cols > 65536 || !w->table || !w->starts ||
-        !w->escapes)
-        return KIMI_E_ARGUMENT;
-    return escapes_check(w);
+/* `rows` rows of w from `row` on. */
+static kimi_matrix rows_of(const kimi_matrix *w, int64_t row, int64_t rows) {
+    int64_t bytes = w->format == KIMI_PACKED ? w->cols / 64 * 96
+                    : w->cols * (w->format == KIMI_BF16 ? 2 : 4);
+    kimi_matrix part = *w;
+    part.rows = rows;
+    part.data = (const uint8_t *)w->data + row * bytes;
+    if (w->format == KIMI_PACKED) part.starts = w->starts + row;
+    return part;
 }
 
 static int64_t padded(int64_t cols) { return (cols + 127) / 128 * 128; }
@@ -101,9 +90,11 @@ int kimi_mla_values(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_
         kernels->prepare(kv_b->format, latent + i / heads * latent_stride + i % heads * rank, rank,
                          scratch + i * stride);
 #pragma omp for schedule(static)
-    for (int64_t h = 0; h < heads; h++) /* y is shifted so that row h head_rows + nope lands on 0 */
-        kernels->product(kv_b, h * head_rows + nope, (h + 1) * head_rows, scratch + h * stride,
-                         heads * stride, count, y + h * values - (h * head_rows + nope), y_stride);
+    for (int64_t h = 0; h < heads; h++) {
+        kimi_matrix mine = rows_of(kv_b, h * head_rows + nope, values);
+        kernels->product(&mine, 0, values, scratch + h * stride, heads * stride, count,
+                         y + h * values, y_stride);
+    }
     PARALLEL_END
     return 0;
 }

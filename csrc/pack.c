@@ -1,5 +1,6 @@
 /* pack.c: bf16 rows to packed rows and back, and the scan for scale bytes that mean NaN. */
 #include "decode.h"
+#include "matrix.h"
 #include "parallel.h"
 
 int kimi_pack_histogram(const uint16_t *w, int64_t n, int64_t *counts) {
@@ -56,9 +57,9 @@ int kimi_pack_rows(const uint16_t *w, int64_t rows, int64_t cols, const uint8_t 
 }
 
 int kimi_unpack_rows(const kimi_matrix *w, uint16_t *out) {
-    if (!w || !out || w->format != KIMI_PACKED || w->rows < 1 || w->cols < 64 || w->cols % 64 ||
-        !w->data || !w->table || !w->starts || !w->escapes)
-        return KIMI_E_ARGUMENT;
+    int bad = matrix_check(w);
+    if (bad) return bad;
+    if (!out || w->format != KIMI_PACKED) return KIMI_E_ARGUMENT;
     const uint8_t *data = w->data;
     PARALLEL_BEGIN(w->rows * w->cols)
 #pragma omp for schedule(static)
@@ -66,8 +67,7 @@ int kimi_unpack_rows(const kimi_matrix *w, uint16_t *out) {
         for (int64_t c = 0; c < w->cols; c += 64)
             decode_block(data + (r * w->cols + c) / 64 * 96, w->table, out + r * w->cols + c);
         for (uint32_t e = w->starts[r]; e < w->starts[r + 1]; e++)
-            if ((int64_t)(w->escapes[e] >> 16) < w->cols)
-                out[r * w->cols + (w->escapes[e] >> 16)] = (uint16_t)(w->escapes[e] & 0xFFFFu);
+            out[r * w->cols + (w->escapes[e] >> 16)] = (uint16_t)(w->escapes[e] & 0xFFFFu);
     }
     PARALLEL_END
     return 0;

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from kimi_cli import console, memory, native
 from kimi_cli.builtin import TINY
 from kimi_cli.config import Config
+from kimi_cli.course import Course, plan_facts, plan_lines
 from kimi_cli.engine import READERS, Engine, Source, plan_for
 from kimi_cli.errors import BudgetError, KimiError, TokenizerError, UsageError
-from kimi_cli.generate import Job, Outcome, generate, no_boundary, statistics
+from kimi_cli.generate import Job, Outcome, generate, statistics
+from kimi_cli.halt import Halt
 from kimi_cli.logprobs import Logprobs
 from kimi_cli.npy import NpyWriter
+from kimi_cli.outputs import check_outputs
 from kimi_cli.plan import Plan, Request
-from kimi_cli.progress import Progress
-from kimi_cli.prompt import Answer, Given, prompt_bounds, prompt_ids, token_text
+from kimi_cli.prompt import Answer, Given, prompt_bounds, prompt_ids
 from kimi_cli.replay import TraceWriter
+from kimi_cli.result import put_json, result_object, summary
 from kimi_cli.resume import Keeper, Part, session_bounds, take_part, with_session
 from kimi_cli.sampler import GREEDY, Sampler, Sampling
-from kimi_cli.session import Session
+from kimi_cli.session import Session, ids_path
 from kimi_cli.timing import TraceFile, no_span, recorder
 from kimi_cli.tokenizer import Tokenizer
-from kimi_cli.units import format_duration, format_size
+from kimi_cli.watch import watching
 
 TOKENIZER_LIBRARY = 10 << 20
 TOKENIZER_RANK = 384
@@ -93,6 +92,7 @@ class Wanted:
     save_every: int | None = None
     as_json: bool = False
     quiet: bool = False
+    progress: str = "auto"
 
     def __post_init__(self) -> None:
         if "" in self.stop:
@@ -146,14 +146,15 @@ def open_prompt(
         return Request(context, prompt, machine.threads, READERS, settings.chunk, all_logits)
 
     def least(prompt: int) -> Request:
-        return request(max(prompt, 1), settings.context or prompt + max(max_tokens, 1))
+        positions = min(prompt + max(max_tokens, 1), config.max_position_embeddings)
+        return request(max(prompt, 1), settings.context or positions)
 
     # Once before the tokenizer is loaded, so that a hopeless budget is refused at once. How many
     # tokens a text has is not known yet: at least one, at most one a byte.
     fewest, most = prompt_bounds(given, config)
     if session is not None:
         fewest, most = session_bounds(session, fewest, most)
-    expected = _tokenizer_bytes(directory, config)
+    expected = tokenizer_bytes(directory, config)
     try:
         plan_for(source, least(fewest), machine.budget, expected=expected)
     except BudgetError:
@@ -163,7 +164,7 @@ def open_prompt(
     tokenizer = Tokenizer.load_optional(directory)
     part = None if session is None else take_part(session, source, given, tokenizer)
     ids = prompt_ids(given, tokenizer, config) if part is None else part.before
-    context, fit = _context(len(ids), max_tokens, settings.context, config)
+    context, fit = fit_context(len(ids), max_tokens, settings.context, config)
     loaded = max(memory.rss() - before, 0)
     asked = request(len(ids) if part is None else part.unread, context)
     return Opened(source, tokenizer, ids, fit, asked, machine.budget, loaded, part)
@@ -171,7 +172,21 @@ def open_prompt(
 
 def answer(settings: Settings, given: Given, wanted: Wanted) -> None:
     """Generates and prints. Raises KimiError of any kind, KeyboardInterrupt, OutputClosed."""
-    _check_outputs(wanted.logits, wanted.all_logits, wanted.trace, wanted.trace_time)
+    check_outputs(
+        {
+            "--logits": wanted.logits,
+            "--all-logits": wanted.all_logits,
+            "--trace": wanted.trace,
+            "--trace-time": wanted.trace_time,
+        },
+        {
+            "--prompt-file": given.file,
+            "--messages": given.messages,
+            "--session": wanted.session,
+            "the session's ids": ids_path(wanted.session) if wanted.session else None,
+        },
+        [settings.model or TINY, settings.trunk],
+    )
     if wanted.session is None:
         _answer(settings, given, wanted, None)
         return
@@ -182,7 +197,9 @@ def answer(settings: Settings, given: Given, wanted: Wanted) -> None:
 
 
 def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session | None) -> None:
-    quiet, as_json = wanted.quiet, wanted.as_json
+    as_json = wanted.as_json
+    quiet = wanted.quiet or wanted.progress == "json"
+    watch = watching(wanted.progress, wanted.quiet, streams=not as_json)
     all_logits = wanted.all_logits is not None
     opened = open_prompt(settings, given, wanted.max_tokens, all_logits, quiet, session)
     tokenizer, config, part = opened.tokenizer, opened.source.config, opened.part
@@ -201,6 +218,7 @@ def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session |
     outcome = Outcome(logprobs=logprobs)
     feed = opened.ids if part is None else []
     keeper: Keeper | None = None
+    heard = True
 
     def show(token: int) -> bool:
         text = shown.push(token) if shown else ""
@@ -208,20 +226,27 @@ def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session |
         if keeper is not None:
             keeper.decided(token, job.ending(token, stopped))
         if text and not as_json:
-            console.put(text)
+            watch.put(text)
+        return stopped
+
+    def emit(token: int) -> bool:
+        stopped = show(token)
+        watch.token(len(outcome.ids), token)
         return stopped
 
     def finish(engine: Engine | None) -> None:
         rest = shown.finish() if shown else ""
+        watch.clear()
         stats = statistics(engine, plan, outcome, sampler)
         if as_json:
-            result = _result(opened.ids, outcome, shown, given, stats)
+            result = result_object(opened.ids, outcome, shown, given, stats)
             if outcome.ids or outcome.stop_reason != "interrupted":
-                _put_json(result, outcome, tokenizer)
+                put_json(result, outcome, tokenizer)
         else:
             console.put((rest if shown else ",".join(map(str, outcome.ids))) + "\n")
-        if not quiet:
-            console.note(summary(stats, len(feed), len(outcome.ids) - outcome.resumed))
+        if heard:
+            line = summary(stats, len(feed), len(outcome.ids) - outcome.resumed)
+            watch.done(line, {"stop_reason": outcome.stop_reason, "stats": stats})
 
     if part is not None:
         for token in part.turn.ids:
@@ -234,7 +259,11 @@ def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session |
             finish(None)
             return
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress("tokens", "layer", quiet or not as_json))
+        stack.enter_context(watch)
+        course = Course(watch, stack.enter_context(Halt(watch.stopping)))
+        unread = opened.request.prompt
+        facts = plan_facts(plan, unread, opened.max_tokens)
+        watch.plan(plan_lines(opened.source, plan, unread), facts)
         writer = stack.enter_context(TraceWriter(wanted.trace)) if wanted.trace else None
         clock = stack.enter_context(TraceFile(wanted.trace_time)) if wanted.trace_time else None
         engine = stack.enter_context(
@@ -242,7 +271,7 @@ def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session |
                 opened.source,
                 plan,
                 trace=writer.trace if writer else None,
-                progress=progress,
+                progress=course.layer,
                 span=recorder(clock.add) if clock else no_span,
             )
         )
@@ -251,6 +280,13 @@ def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session |
             if not wanted.max_tokens and not all_logits:
                 del feed[-1]  # fed by the run that asks what follows it
             keeper = stack.enter_context(Keeper(part.session, engine.state))
+
+        def boundary(last: bool) -> None:
+            if keeper is not None:
+                keeper.boundary(last or course.halt.asked)
+            if not last:
+                course.halt.check()
+
         job = Job(
             feed,
             opened.max_tokens,
@@ -258,39 +294,29 @@ def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session |
             frozenset() if wanted.ignore_eos else end_ids,
             wanted.logits,
             wanted.all_logits,
-            keeper.boundary if keeper else no_boundary,
+            boundary,
         )
-        with Progress("load", "B", quiet) as report:
-            engine.load(report)
+        course.load(engine)
+        course.begin(engine, opened.source, len(feed), outcome.resumed, opened.max_tokens)
         try:
-            generate(engine, job, outcome, show)
+            generate(engine, job, outcome, emit)
         except console.OutputClosed:
-            quiet = True  # nobody is left to tell
+            heard = False  # nobody is left to tell
             raise
         finally:
             finish(engine)
 
 
-def _check_outputs(*paths: Path | None) -> None:
-    """Refuses what could not be written, before anything is read."""
-    given = [path for path in paths if path is not None]
-    for path in given:
-        if path.exists() and not path.is_file():  # a rename would put a file in its place
-            raise UsageError(f"{path} is not a regular file: logits are written to one")
-        if not os.access(path.parent, os.W_OK):
-            raise UsageError(f"{path} cannot be written: its directory is missing or read-only")
-    if len({os.path.realpath(path) for path in given}) < len(given):
-        raise UsageError(f"--logits and --all-logits both name {given[0]}: give two files")
-
-
-def _tokenizer_bytes(directory: Path, config: Config) -> int:
+def tokenizer_bytes(directory: Path, config: Config) -> int:
     """What loading the tokenizer is expected to add to this process."""
     if not (directory / "tiktoken.model").exists():
         return 0
     return TOKENIZER_LIBRARY + config.vocab_size * TOKENIZER_RANK
 
 
-def _context(prompt: int, max_tokens: int, context: int | None, config: Config) -> tuple[int, int]:
+def fit_context(
+    prompt: int, max_tokens: int, context: int | None, config: Config
+) -> tuple[int, int]:
     """Positions to plan for and tokens that then fit. Raises UsageError."""
     most = min(context or config.max_position_embeddings, config.max_position_embeddings)
     name = "--context" if context and context <= most else "the model's limit"
@@ -302,56 +328,3 @@ def _context(prompt: int, max_tokens: int, context: int | None, config: Config) 
         )
     max_tokens = min(max_tokens, most - prompt)
     return (most if context else prompt + max_tokens), max_tokens
-
-
-def _result(
-    ids: list[int], outcome: Outcome, shown: Answer | None, given: Given, stats: dict[str, Any]
-) -> dict[str, Any]:
-    """The object that `--json` prints."""
-    result: dict[str, Any] = {
-        "prompt_ids": ids,
-        "ids": outcome.ids,
-        "text": shown.text if shown else None,
-    }
-    if given.chat and given.effort != "off":
-        result["reasoning"] = shown.reasoning if shown else None
-    return {**result, "stop_reason": outcome.stop_reason, "stats": stats}
-
-
-def _put_json(result: dict[str, Any], outcome: Outcome, tokenizer: Tokenizer | None) -> None:
-    """Prints `result`, and log-probabilities token by token: as one text they would be large."""
-    text = json.dumps(result, ensure_ascii=False)
-    if outcome.logprobs is None:
-        console.put(text + "\n")
-        return
-    console.put(text[:-1] + ', "logprobs": [')
-    computed = islice(outcome.logprobs.first(len(outcome.ids)), outcome.resumed, None)
-    for number, one in enumerate(computed):
-        entry = _logprob(tokenizer, one.id, one.logprob)
-        entry["top"] = [_logprob(tokenizer, *best) for best in one.top]
-        console.put((", " if number else "") + json.dumps(entry, ensure_ascii=False))
-    console.put("]}\n")
-
-
-def _logprob(tokenizer: Tokenizer | None, token: int, value: float) -> dict[str, Any]:
-    return {"id": token, "token": token_text(tokenizer, token), "logprob": value}
-
-
-def summary(stats: dict[str, Any], prompt: int, generated: int | None) -> str:
-    """The last line on stderr: what was done, what it cost, and whether the promise was kept.
-
-    `generated` is None where nothing was to be generated.
-    """
-    rate = stats["seconds_per_token"]
-    pace = f" at {format_duration(rate)} each" if rate else ""
-    peak, budget = stats["peak_rss_bytes"], stats["ram_budget_bytes"]
-    words = [
-        f"{prompt} tokens read in {format_duration(stats['prefill_seconds'])}",
-        *([] if generated is None else [f"{generated} generated{pace}"]),
-        f"peak {format_size(peak)} of {format_size(budget)}",
-        f"read {format_size(stats['trunk_bytes_read'])} of trunk, "
-        f"{format_size(stats['expert_bytes_read'])} of experts "
-        f"({stats['expert_hits']} of {stats['expert_requests']} in memory)",
-    ]
-    line = "; ".join(words)
-    return line + (" - THE BUDGET WAS EXCEEDED" if peak > budget else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kimi_cli.chat import Control
+from kimi_cli.chat import Control, Piece
 from kimi_cli.tokenizer import TextStream, Tokenizer
 
 _CHANNEL = {"think": "reasoning", "response": "response", "tools": "tools"}  # by tag
@@ -14,11 +14,13 @@ class AnswerParser:
     Pieces are ("reasoning" | "response" | "tools", text). Tags and control tokens are hidden, but
     for those inside the tools section, which comes as the model wrote it. A section whose closer
     is missing ends where the next begins; text after the thinking is response even without its
-    opener; other text outside a section is dropped.
+    opener; other text outside a section is dropped. `tools` is the tools section so far, in which
+    no text can be taken for a control token.
     """
 
     def __init__(self, tokenizer: Tokenizer, thinking: str = "off") -> None:
         """Start where the prompt of `encode_chat` with the same `thinking` ends."""
+        self.tools: list[Piece] = []
         self._tokenizer = tokenizer
         self._control = {tokenizer.special(member.value): member for member in Control}
         self._stream = TextStream(tokenizer)
@@ -49,7 +51,11 @@ class AnswerParser:
         return self._said(self._stream.finish())
 
     def _said(self, text: str) -> list[tuple[str, str]]:
-        return [(self._channel, text)] if text and self._channel else []
+        if not text or not self._channel:
+            return []
+        if self._channel == "tools":
+            self.tools.append(text)
+        return [(self._channel, text)]
 
     def _pass_tag(self, mark: Control, text: str) -> list[tuple[str, str]]:
         """Enter or leave a section; what a tag adds to the text, which is seldom anything."""
@@ -62,5 +68,6 @@ class AnswerParser:
             elif self._channel == _CHANNEL[tag]:
                 self._channel = "response" if tag == "think" else None
         elif self._channel == "tools":
+            self.tools += [mark, text, Control.SEP]
             return [("tools", f"{mark.value}{text}{Control.SEP.value}")]
         return []

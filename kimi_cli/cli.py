@@ -13,11 +13,13 @@ from kimi_cli import console
 
 if TYPE_CHECKING:
     from kimi_cli.answer import Settings
+    from kimi_cli.sampler import Sampling
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ISAS = ["auto", "scalar", "avx2", "avx512", "neon"]
 PARTS = ["kernels", "disk", "stream", "decode", "prefill"]
+PROGRESS = ["auto", "json", "none"]
 THINKING = ["off", "low", "medium", "high", "max"]
 
 
@@ -65,12 +67,29 @@ def budget_options(command: Command) -> Command:
     return command
 
 
+ISA = click.option("--isa", type=click.Choice(ISAS), default="auto", help="Instruction set.")
+
+
 def engine_options(command: Command) -> Command:
     """What the engine may use."""
     options = [
         budget_options,
-        click.option("--isa", type=click.Choice(ISAS), default="auto", help="Instruction set."),
+        ISA,
         click.option("--context", type=click.IntRange(1), help="Positions [prompt and answer]."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: Command) -> Command:
+    """How a token is chosen."""
+    options = [
+        click.option("--temperature", type=float, default=0.0, help="0 is greedy [0]."),
+        click.option("--top-p", type=float, default=1.0, help="Draw from this share [1, all]."),
+        click.option("--top-k", type=int, default=0, help="Draw from the K likeliest [0, all]."),
+        click.option("--min-p", type=float, default=0.0, help="Least share of the largest [0]."),
+        click.option("--seed", type=int, help="Seed of the draws [a new one, reported]."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -120,11 +139,7 @@ def repack(model: Path, out: Path | None, plain: bool, quiet: bool) -> None:
 @click.option("--system", help="A system message before the prompt.")
 @click.option("--thinking", type=click.Choice(THINKING), help="Effort of thinking [off].")
 @click.option("-n", "--max-tokens", type=click.IntRange(0), default=128, help="[128]")
-@click.option("--temperature", type=float, default=0.0, help="0 is greedy [0].")
-@click.option("--top-p", type=float, default=1.0, help="Draw from this share [1, all].")
-@click.option("--top-k", type=int, default=0, help="Draw from the K likeliest [0, all].")
-@click.option("--min-p", type=float, default=0.0, help="Least share of the largest [0, all].")
-@click.option("--seed", type=int, help="Seed of the draws [a new one, reported].")
+@sampling_options
 @click.option("--stop", multiple=True, help="End before this text; can be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at an end token.")
 @click.option("--logits", type=FILE, help="Write the logits of generated tokens (.npy).")
@@ -136,17 +151,32 @@ def repack(model: Path, out: Path | None, plain: bool, quiet: bool) -> None:
 @click.option(
     "--save-every", type=click.IntRange(1), help="Tokens between two saved states [auto]."
 )
+@click.option("--prompts", type=FILE, help="Answer every line of FILE, each a prompt as JSON.")
+@click.option("--out", type=FILE, help="Add the answers to --prompts to FILE, a line each.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@click.option(
+    "--progress",
+    type=click.Choice(PROGRESS),
+    default="auto",
+    help="Shape of progress on stderr [auto].",
+)
 @click.option("--quiet", is_flag=True, help="Errors only on stderr.")
 def generate(**options: Any) -> None:
     """Answer PROMPT, or continue it with --raw.
 
     Example: kimi generate "Why is the sky blue?" -n 20
+
+    A line of --prompts is an object with prompt, messages (perhaps tools) or ids; and, in place of
+    the options, system, thinking, raw, max_tokens, temperature, top_p, top_k, min_p, seed, stop,
+    ignore_eos; and id. The same command again goes on where it was stopped.
     """
     from kimi_cli.answer import Wanted, answer
     from kimi_cli.prompt import Given
-    from kimi_cli.sampler import Sampling
 
+    sampling = _sampling(options)
+    if options["prompts"] is not None or options["out"] is not None:
+        _generate_all(options, sampling)
+        return
     given = Given(
         text=options["prompt"],
         ids=options["ids"],
@@ -155,13 +185,6 @@ def generate(**options: Any) -> None:
         raw=options["raw"],
         system=options["system"],
         thinking=options["thinking"],
-    )
-    sampling = Sampling(
-        temperature=options["temperature"],
-        top_p=options["top_p"],
-        top_k=options["top_k"],
-        min_p=options["min_p"],
-        seed=options["seed"],
     )
     wanted = Wanted(
         max_tokens=options["max_tokens"],
@@ -177,8 +200,39 @@ def generate(**options: Any) -> None:
         save_every=options["save_every"],
         as_json=options["as_json"],
         quiet=options["quiet"],
+        progress=options["progress"],
     )
     answer(_settings(options), given, wanted)
+
+
+@cli.command()
+@model_options
+@budget_options
+@ISA
+@click.option("--context", type=click.IntRange(1), help="Positions of a conversation [8192].")
+@click.option("--system", help="A system message before the conversation.")
+@click.option("--thinking", type=click.Choice(THINKING), help="Effort of thinking [off].")
+@sampling_options
+@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Of an answer [all that fits].")
+@click.option("--session", type=FILE, help="Keep the conversation in FILE, and go on with it.")
+@click.option("--quiet", is_flag=True, help="Errors only on stderr.")
+def chat(**options: Any) -> None:
+    """Talk with the model; /help lists what else can be typed.
+
+    Example: kimi chat -n 20
+    """
+    from kimi_cli.dialog import Wanted
+    from kimi_cli.dialog import chat as run
+    from kimi_cli.talk import Terms
+
+    wanted = Wanted(
+        terms=Terms(options["system"], options["thinking"]),
+        sampling=_sampling(options),
+        max_tokens=options["max_tokens"],
+        session=options["session"],
+        quiet=options["quiet"],
+    )
+    run(_settings(options), wanted)
 
 
 @cli.command()
@@ -336,6 +390,45 @@ def selftest(isa: str | None) -> None:
     from kimi_cli.selftest import selftest as run
 
     run(isa)
+
+
+def _generate_all(options: dict[str, Any], sampling: Sampling) -> None:
+    """`generate --prompts`. Raises UsageError for what belongs to one prompt."""
+    from kimi_cli.batch import batch
+    from kimi_cli.errors import UsageError
+    from kimi_cli.query import Manner
+
+    if options["prompts"] is None or options["out"] is None:
+        raise UsageError("--prompts and --out go together: give both")
+    single = ["prompt", "ids", "prompt_file", "messages", "logits", "all_logits", "logprobs"]
+    for name in [*single, "trace", "trace_time", "session", "save_every"]:
+        if options[name] is not None:
+            word = "PROMPT" if name == "prompt" else "--" + name.replace("_", "-")
+            raise UsageError(f"{word} is for one prompt; it cannot be combined with --prompts")
+    manner = Manner(
+        max_tokens=options["max_tokens"],
+        sampling=sampling,
+        stop=options["stop"],
+        ignore_eos=options["ignore_eos"],
+        raw=options["raw"],
+        system=options["system"],
+        thinking=options["thinking"],
+    )
+    files = options["prompts"], options["out"]
+    batch(_settings(options), *files, manner, options["progress"], options["quiet"])
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    """Raises UsageError."""
+    from kimi_cli.sampler import Sampling
+
+    return Sampling(
+        temperature=options["temperature"],
+        top_p=options["top_p"],
+        top_k=options["top_k"],
+        min_p=options["min_p"],
+        seed=options["seed"],
+    )
 
 
 def _settings(options: dict[str, Any]) -> Settings:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
 
 from kimi_cli.errors import Exit, KimiError
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Terminated(KeyboardInterrupt):
@@ -20,7 +23,28 @@ class OutputClosed(Exception):
 
 
 def put(text: str) -> None:
-    """Writes product text to stdout at once, as UTF-8 whatever the locale."""
+    """Writes product text to stdout at once, as UTF-8 whatever the locale. A terminal shows control
+    characters other than newline and tab, it does not obey them."""
+    _write(visible(text) if on_terminal() else text)
+
+
+def dim(on: bool) -> None:
+    """Whether what follows on stdout is to be faint, where that is a terminal."""
+    if on_terminal() and os.environ.get("TERM") != "dumb":
+        _write("\x1b[2m" if on else "\x1b[0m")
+
+
+def on_terminal() -> bool:
+    """Whether stdout is a terminal."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def visible(text: str) -> str:
+    """`text` with its control characters, but for newline and tab, as escapes."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def _write(text: str) -> None:
     if sys.stdout is None:
         raise OutputClosed
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kimi_cli import console
 from kimi_cli.errors import SessionError
-from kimi_cli.session import IDS, contents, join
+from kimi_cli.session import IDS, contents, ids_path, join
 from kimi_cli.snapshot import check_state, read_snapshot
 from kimi_cli.tokenizer import shown
 from kimi_cli.turns import Turn, system_text
@@ -33,7 +33,7 @@ def describe(path: Path) -> dict[str, Any]:
     snapshot = read_snapshot(path)
     if snapshot is not None:
         check_state(snapshot)
-    history, _, _ = join(path, snapshot, _ids(path.with_name(path.name + IDS)))
+    history, _, _ = join(path, snapshot, _ids(ids_path(path)))
     if history is None:
         raise SessionError(f"{path} is no session: neither it nor {path.name}{IDS} exists")
     head, last = history.head, history.turns[-1] if history.turns else None

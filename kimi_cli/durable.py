@@ -18,10 +18,25 @@ def write_at(fd: int, offset: int, data: Any) -> None:
             done += os.pwrite(fd, left[done:], offset + done)
 
 
+def create(path: Path) -> int:
+    """A descriptor of a new file at `path`: never of an old one, nor of a link's target.
+
+    Raises OSError.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
+
+
+def scratch(path: Path) -> Path:
+    """A name beside `path` for what will become it, of this process alone."""
+    return path.with_name(f"{path.name}.{os.getpid()}.part")
+
+
 def write_whole(path: Path, data: Any) -> None:
     """Replaces the file at `path` by `data`, or leaves it as it was. Raises OSError."""
     temporary = path.with_name(path.name + TEMPORARY)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    temporary.unlink(missing_ok=True)
+    fd = create(temporary)
     try:
         write_at(fd, 0, data)
         os.fsync(fd)

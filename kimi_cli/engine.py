@@ -132,6 +132,15 @@ class Engine:
         """Reads what the plan pins; before the first token."""
         self.weights.load(report)
 
+    def reset(self) -> None:
+        """Back to before the first token, for another prompt: what is in memory stays there, and
+        the counters of what was read begin anew."""
+        self.model.rewind()
+        self.experts.rewind()
+        self.state.clear()
+        self.weights.bytes_read = 0
+        self.experts.bytes_read = self.experts.requests = self.experts.hits = 0
+
     def prefill(
         self,
         ids: Sequence[int],

@@ -17,7 +17,7 @@ from kimi_cli import native, remedy
 from kimi_cli.cache import Policy, Ranked
 from kimi_cli.checkpoint import ExpertTable
 from kimi_cli.config import Config
-from kimi_cli.errors import CheckpointError, ReadError
+from kimi_cli.errors import CheckpointError, KimiError, ReadError
 from kimi_cli.expertsums import expert_crc
 from kimi_cli.native import U8
 from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_up
@@ -79,6 +79,7 @@ class Experts:
 
     def request(self, layer: int, experts: Sequence[int], ranks: Sequence[int]) -> None:
         """Distinct `experts` of `layer` are wanted next; `ranks` are the router's, 0 the best."""
+        self.rewind()
         self._layer = layer
         self._cache.visit(layer, experts, ranks)
         self.requests += len(experts)
@@ -92,6 +93,18 @@ class Experts:
         self.hits += len(self._held)
         self._fill()
 
+    def rewind(self) -> None:
+        """Ends what an abandoned pass has left in flight: a slot is held only if it was filled."""
+        for expert, slot in self._flying:
+            ticket = self._tickets.pop(slot, None)
+            if ticket is None:
+                continue
+            try:
+                ticket.wait()
+            except (KimiError, OSError):
+                self._cache.drop((self._layer, expert))
+        self._held, self._wanted, self._flying = [], [], []
+
     def arrivals(self) -> Iterator[tuple[int, Expert]]:
         """Every requested expert once, in any order; an expert is gone with the next."""
         while self._held:
@@ -102,11 +115,8 @@ class Experts:
         while self._flying:
             entry = next((e for e in self._flying if self._tickets[e[1]].ready), self._flying[0])
             expert, slot = entry
-            try:
-                self._tickets.pop(slot).wait()
-            except BaseException:
-                self._cache.drop((self._layer, expert))
-                raise
+            self._tickets[slot].wait()  # where this fails, `rewind` frees the slot
+            del self._tickets[slot]
             yield expert, self._view(slot)
             self._flying.remove(entry)
             self._fill()
@@ -120,7 +130,11 @@ class Experts:
             if slot is None:
                 return
             self._wanted.pop(0)
-            self._tickets[slot] = self._submit(expert, slot)
+            try:
+                self._tickets[slot] = self._submit(expert, slot)
+            except ReadError:
+                self._cache.drop((self._layer, expert))
+                raise
             self._flying.append((expert, slot))
             self.bytes_read += self._extent
 

@@ -54,8 +54,10 @@ class Speed:
     direct: bool
 
 
-def read_blocks(files: Sequence[Path]) -> Speed:
-    """Blocks of the trunk's size one after another through `files`, each checksummed. ReadError."""
+def read_blocks(files: Sequence[Path], seconds: float | None = None) -> Speed:
+    """Blocks of the trunk's size one after another through `files`, each checksummed. ReadError.
+
+    `seconds`: how long it measures, SECONDS if None."""
     size = min(BLOCK, max(path.stat().st_size for path in files))
 
     def places(opened: Sequence[DirectFile]) -> Iterator[tuple[DirectFile, int]]:
@@ -63,7 +65,7 @@ def read_blocks(files: Sequence[Path]) -> Speed:
             for offset in range(0, file.size - size + 1, size):
                 yield file, offset
 
-    return _read(files, size, places, native.crc32c)
+    return _read(files, size, places, native.crc32c, seconds or SECONDS)
 
 
 def read_extents(files: Sequence[Path], extent: int) -> Speed:
@@ -76,7 +78,7 @@ def read_extents(files: Sequence[Path], extent: int) -> Speed:
             file = chance.choice(opened)
             yield file, chance.randrange(file.size - size + 1)
 
-    return _read(files, size, places, lambda data: 0)
+    return _read(files, size, places, lambda data: 0, SECONDS)
 
 
 def _read(
@@ -84,6 +86,7 @@ def _read(
     size: int,
     places: Callable[[Sequence[DirectFile]], Iterator[tuple[DirectFile, int]]],
     check: Callable[[memoryview], int],
+    seconds: float,
 ) -> Speed:
     with contextlib.ExitStack() as stack:
         opened = []
@@ -98,7 +101,7 @@ def _read(
         flying: deque[tuple[memoryview, Ticket]] = deque()
         done, started = 0, time.monotonic()
         for file, offset in places(opened):
-            if time.monotonic() - started >= SECONDS:
+            if time.monotonic() - started >= seconds:
                 break
             if not buffers:
                 buffer, ticket = flying.popleft()
@@ -189,8 +192,10 @@ def filesystem(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     return kind
 
 
-def trunk_product(config: Config, fmt: Format, memory: int) -> Kernel:
-    """The rate of products of the trunk's width in `fmt`, a row block at a time."""
+def trunk_product(config: Config, fmt: Format, memory: int, seconds: float | None = None) -> Kernel:
+    """The rate of products of the trunk's width in `fmt`, a row block at a time.
+
+    Two products are measured, each for `seconds`, PRODUCT_SECONDS if None."""
     cols = config.hidden_size
     stride = native.row_bytes(fmt, cols)
     rows = block_rows("", stride, 1)
@@ -206,13 +211,15 @@ def trunk_product(config: Config, fmt: Format, memory: int) -> Kernel:
 
     def measure(columns: int) -> float:
         x, y, work = _operands(rows, cols, columns)
-        return _time([partial(native.product, p, x, y, work) for p in pieces], rows * cols)
+        calls = [partial(native.product, p, x, y, work) for p in pieces]
+        return _time(calls, rows * cols, seconds)
 
     return _kernel(measure)
 
 
-def expert_product(config: Config, memory: int) -> Kernel:
-    """The rate of MXFP4 products of an expert's first matrix, one expert after another."""
+def expert_product(config: Config, memory: int, seconds: float | None = None) -> Kernel:
+    """The rate of MXFP4 products of an expert's first matrix, one expert after another; `seconds`
+    as in `trunk_product`."""
     (rows, half), (_, groups) = expert_shapes(config)[:2]
     cols, size = 2 * half, rows * (half + groups)
     data = _random_bytes(min(WEIGHTS, memory // 8), size)
@@ -225,7 +232,7 @@ def expert_product(config: Config, memory: int) -> Kernel:
     def measure(columns: int) -> float:
         x, y, work = _operands(rows, cols, columns)
         calls = [partial(native.product_mxfp4, p, s, x, y, work) for p, s in pieces]
-        return _time(calls, rows * cols)
+        return _time(calls, rows * cols, seconds)
 
     return _kernel(measure)
 
@@ -246,7 +253,7 @@ def _operands(rows: int, cols: int, columns: int) -> tuple[native.F32, native.F3
     return x, y, np.empty(native.scratch_floats(cols, columns), np.float32)
 
 
-def _time(calls: Sequence[Callable[[], None]], weights: int) -> float:
+def _time(calls: Sequence[Callable[[], None]], weights: int, seconds: float | None = None) -> float:
     """Seconds per weight of `calls`, each over `weights` of them, after one to wake the threads."""
     calls[0]()
     done, started = 0, time.monotonic()
@@ -254,7 +261,7 @@ def _time(calls: Sequence[Callable[[], None]], weights: int) -> float:
         call()
         done += weights
         spent = time.monotonic() - started
-        if spent >= PRODUCT_SECONDS:
+        if spent >= (seconds or PRODUCT_SECONDS):
             return spent / done
     raise AssertionError("there are no calls")
 

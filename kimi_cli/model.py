@@ -68,6 +68,11 @@ class Model:
         """Closes the embedding's file."""
         self._embedding_file.close()
 
+    def rewind(self) -> None:
+        """Between two calls: the next one need not be the `then` of the one before."""
+        self._weights.rewind()
+        self._scheduled = 0
+
     def forward(
         self, state: State, ids: Sequence[int], logits: str = "last", then: str | None = None
     ) -> F32 | None:
@@ -264,7 +269,7 @@ class Model:
             few = len(tokens)
             z, y = buffers["chosen"][:few], buffers["expert"][:few]
             gate, up = buffers["w1"][:few], buffers["w3"][:few]
-            z[:] = latent[tokens]
+            np.take(latent, tokens, axis=0, out=z, mode="clip")  # without a copy
             with self._span(KERNEL, f"expert {expert}"):
                 native.product_mxfp4(w.w1_packed, w.w1_scale, z, gate, self._scratch)
                 native.product_mxfp4(w.w3_packed, w.w3_scale, z, up, self._scratch)

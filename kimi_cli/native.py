@@ -142,11 +142,12 @@ class Matrix:
         if fmt == Format.PACKED:
             if table is None or starts is None or escapes is None:
                 raise ValueError("packed weights need a table, starts and escapes")
-            if len(table) != 16 or len(starts) != rows + 1 or int(starts[-1]) > len(escapes):
-                raise ValueError("table, starts or escapes of the wrong length")
+            if len(table) != 16 or len(starts) != rows + 1:
+                raise ValueError("table or starts of the wrong length")
             struct.table = ffi.cast("uint8_t *", _raw(table, np.uint8))
             struct.starts = ffi.cast("uint32_t *", _raw(starts, np.uint32))
             struct.escapes = ffi.cast("uint32_t *", _raw(escapes, np.uint32) or 1)
+            struct.escape_count = len(escapes)
         self.struct = struct
         self._kept = (data, table, starts, escapes)
 

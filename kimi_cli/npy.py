@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from kimi_cli.durable import create, scratch
 from kimi_cli.errors import KimiError
 from kimi_cli.native import F32
 
@@ -18,9 +19,9 @@ class NpyWriter:
     def __init__(self, path: Path, width: int) -> None:
         self._path, self._width, self.rows = path, width, 0
         self._published = False
-        self._part = path.with_name(path.name + ".part")
+        self._part = scratch(path)
         try:
-            self._file = self._part.open("wb")
+            self._file = os.fdopen(create(self._part), "wb")
             self._file.write(self._header())
         except OSError as error:
             raise self._failed(error) from None
@@ -28,7 +29,8 @@ class NpyWriter:
     def write(self, rows: F32) -> None:
         """Appends rows [k, width]."""
         try:
-            self._file.write(rows.tobytes())
+            for row in rows:  # without a copy of the whole chunk
+                self._file.write(row.data)
         except OSError as error:
             raise self._failed(error) from None
         self.rows += len(rows)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kimi_cli import native
 from kimi_cli.checkpoint import Checkpoint, Location
 from kimi_cli.config import Config
-from kimi_cli.durable import write_at
+from kimi_cli.durable import create, write_at
 from kimi_cli.errors import KimiError, ReadError
 from kimi_cli.layout import BLOCK, Stored, few_escapes, lay_out, may_pack
 from kimi_cli.native import U8, Format
@@ -106,7 +106,8 @@ class Packer:
         """
         stored, tables, counted = self._choose(tensors)
         unit, header = lay_out(file, stored, self._config)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        path.unlink(missing_ok=True)
+        fd = create(path)
         try:
             crcs = [native.crc32c(header)]
             head, rows = self._store(fd, unit, tables, counted)

@@ -17,7 +17,8 @@ QUICK = 2.0
 
 class Patience:
     """Holds back the first SIGINT or SIGTERM while `seconds`, what a token takes, is at most QUICK;
-    `check` then raises it. A context manager, for the main thread; `seconds` None: not known."""
+    `check` then raises it. One that is not held back is left to the handler that was there before.
+    A context manager, for the main thread; `seconds` None: not known."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
@@ -51,7 +52,12 @@ class Patience:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         stop = Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        if self._held is not None or self.seconds is None or self.seconds > QUICK:
-            self._held = None
-            raise stop
-        self._held = stop
+        if self._held is None and self.seconds is not None and self.seconds <= QUICK:
+            self._held = stop
+            return
+        before = self._before[number]
+        if self._held is None and callable(before):
+            before(number, frame)
+            return
+        self._held = None
+        raise stop

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 
 from kimi_cli.buffers import Buffers, model_buffers
 from kimi_cli.config import Config
@@ -364,11 +363,6 @@ def longest_context(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def kv_unit(rows_per_head: int) -> int:
-    """Row blocks of kv_b_proj are multiples of this: whole heads, and 128 rows."""
-    return lcm(128, rows_per_head)
 
 
 def trunk_bytes(units: Iterable[Unit]) -> int:

@@ -101,13 +101,18 @@ def distinct(work: Work, tokens: int) -> float:
 def predict(plan: Plan, work: Work, rates: Rates) -> Prediction:
     """What `plan` will take, its expert slots being warm and the use of experts flat."""
     token, token_limit = _pass(plan, work, rates, 1, True)
-    whole, rest = divmod(PROMPT, plan.chunk)
-    chunk, chunk_limit = _pass(plan, work, rates, plan.chunk, False)
-    prefill = whole * chunk
+    return Prediction(token, token_limit, *predict_prefill(plan, work, rates, PROMPT))
+
+
+def predict_prefill(plan: Plan, work: Work, rates: Rates, tokens: int) -> tuple[float, str]:
+    """Seconds that `tokens` prompt tokens, at least one, take; and what limits them."""
+    whole, rest = divmod(tokens, plan.chunk)
+    seconds, limit = _pass(plan, work, rates, plan.chunk, False) if whole else (0.0, "")
+    seconds *= whole
     if rest:
-        last, limit = _pass(plan, work, rates, rest, False)
-        prefill, chunk_limit = prefill + last, chunk_limit if whole else limit
-    return Prediction(token, token_limit, prefill, chunk_limit)
+        last, last_limit = _pass(plan, work, rates, rest, False)
+        seconds, limit = seconds + last, limit or last_limit
+    return seconds, limit
 
 
 def _pass(plan: Plan, work: Work, rates: Rates, tokens: int, head: bool) -> tuple[float, str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_cli.channels import AnswerParser
+from kimi_cli.chat import Piece
 from kimi_cli.config import Config
 from kimi_cli.conversation import parse_messages
 from kimi_cli.errors import TokenizerError, UsageError
@@ -26,7 +27,8 @@ MESSAGE_FACTOR = 3
 
 @dataclass(frozen=True)
 class Given:
-    """The prompt options of `generate`; of text, ids, file and messages exactly one is set.
+    """The prompt options of `generate`; of text, ids, file, messages and conversation exactly one
+    is set. `conversation` is what a file of `messages` holds.
 
     `thinking` None is off, or what the session was begun with.
     """
@@ -38,6 +40,7 @@ class Given:
     raw: bool = False
     system: str | None = None
     thinking: str | None = None
+    conversation: object | None = None
 
     def __post_init__(self) -> None:
         sources = {
@@ -45,6 +48,7 @@ class Given:
             "--ids": self.ids,
             "--prompt-file": self.file,
             "--messages": self.messages,
+            "messages": self.conversation,
         }
         named = [name for name, value in sources.items() if value is not None]
         if len(named) != 1:
@@ -54,7 +58,7 @@ class Given:
                 if named
                 else f"no prompt: give one of {wanted}"
             )
-        if self.raw and self.messages is not None:
+        if self.raw and (self.messages is not None or self.conversation is not None):
             raise UsageError("--raw continues a text; it cannot be combined with --messages")
         if self.system is not None and (self.raw or self.ids is not None):
             raise UsageError("--system belongs to the chat format; --raw and --ids do not use it")
@@ -77,8 +81,9 @@ def ask(given: Given, tokenizer: Tokenizer | None, config: Config) -> Asked:
         return Asked(ids=parse_ids(given.ids, config.vocab_size))
     if tokenizer is None:
         raise TokenizerError("the checkpoint has no tiktoken.model: only --ids can be used with it")
-    if given.messages is not None:
-        messages, tools = parse_messages(_json(given.messages))
+    conversation = given.conversation if given.messages is None else _json(given.messages)
+    if conversation is not None or given.messages is not None:
+        messages, tools = parse_messages(conversation)
         return Asked(None, None, messages, tools, given.system, given.thinking)
     text = _read_text(given.file) if given.file is not None else given.text or ""
     if not text:
@@ -181,6 +186,7 @@ class Answer:
         stop: Sequence[str] = (),
     ) -> None:
         self.text = self.reasoning = ""
+        self._runs: list[tuple[str, int]] = []  # [channel, characters] of `text` and what is held
         self._stop = StopTexts(stop)
         self._end = end_ids
         self._stream = None if given.chat else TextStream(tokenizer)
@@ -190,6 +196,21 @@ class Answer:
     def stopped(self) -> bool:
         """Whether a stop text was completed."""
         return self._stop.found
+
+    @property
+    def tools(self) -> list[Piece]:
+        """The tools section so far, whatever the stop texts cut off."""
+        return self._parser.tools if self._parser is not None else []
+
+    def channel(self, kind: str) -> str:
+        """The part of `text` that is `kind`: "response" or "tools"."""
+        at, parts = 0, []
+        for channel, size in self._runs:
+            end = at + size
+            if channel == kind:
+                parts.append(self.text[at:end])
+            at = end
+        return "".join(parts)
 
     def push(self, token: int) -> str:
         """What `token` adds to the shown text; end tokens add nothing."""
@@ -210,7 +231,12 @@ class Answer:
         return shown + rest
 
     def _keep(self, pieces: list[tuple[str, str]]) -> str:
-        shown = self._stop.push("".join(text for kind, text in pieces if kind != "reasoning"))
+        said = [(kind, text) for kind, text in pieces if kind != "reasoning"]
+        for kind, text in said:
+            if not self._runs or self._runs[-1][0] != kind:
+                self._runs.append((kind, 0))
+            self._runs[-1] = (kind, self._runs[-1][1] + len(text))
+        shown = self._stop.push("".join(text for _, text in said))
         self.text += shown
         self.reasoning += "".join(text for kind, text in pieces if kind == "reasoning")
         return shown

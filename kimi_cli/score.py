@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from kimi_cli import console, native
-from kimi_cli.answer import Settings, open_prompt, summary
+from kimi_cli.answer import Settings, open_prompt
 from kimi_cli.engine import Engine
 from kimi_cli.errors import UsageError
 from kimi_cli.generate import Outcome, statistics
 from kimi_cli.native import F64, I32
 from kimi_cli.progress import Progress
 from kimi_cli.prompt import Given
+from kimi_cli.result import summary
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,13 @@ from kimi_cli.state import State
 from kimi_cli.turns import Head, History, Step
 
 IDS = ".ids"
+
+
+def ids_path(path: Path) -> Path:
+    """Where the ids of the session at `path` are."""
+    return path.with_name(path.name + IDS)
+
+
 """What FILE's name is continued by for the file of ids."""
 SHARE = 100
 """Computing takes at least so many times as long as saving."""
@@ -69,7 +76,7 @@ class Session:
         if another process uses it; UsageError where it cannot be written.
         """
         self.path, self._every = path, every
-        self._ids = path.with_name(path.name + IDS)
+        self._ids = ids_path(path)
         self.unsaved = ""
         self._fd = _lock(path, self._ids)
         try:
@@ -208,7 +215,7 @@ class Session:
 def join(path: Path, snapshot: Snapshot | None, raw: bytes) -> tuple[History | None, int, int]:
     """What `raw`, the contents of FILE.ids, and the snapshot hold together: the history, its
     records and their bytes. Raises SessionError where one is damaged, or is not the other's."""
-    ids = path.with_name(path.name + IDS)
+    ids = ids_path(path)
     try:
         found = parse(raw)
     except ValueError as error:

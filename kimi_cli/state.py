@@ -32,6 +32,13 @@ class State:
                 self.kda[layer] = _zeros(heads, dim, dim)
                 self.history[layer] = _zeros(3, config.conv_size - 1, heads * dim)
 
+    def clear(self) -> None:
+        """Back to position 0; the latent cache is written before it is read."""
+        self.position = 0
+        for matrices in (self.kda, self.history):
+            for array in matrices.values():
+                array.fill(0.0)
+
 
 def _zeros(*shape: int) -> F32:
     size = int(np.prod(shape))

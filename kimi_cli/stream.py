@@ -21,6 +21,10 @@ from kimi_cli.timing import READ, WAIT, Spans, no_span
 
 ALIGN = 4096
 """Offsets, lengths and buffers of direct reads are multiples of this."""
+HUGE_FROM = 4 << 20
+"""Allocations from here on ask for huge pages: direct reads into small pages, a thousand pieces a
+request, have been measured at a third of the disk's speed. A region takes no more for it than its
+own size, so this is for memory that is planned in full."""
 CALL_BYTES = 8 << 20
 """One read call asks for at most this much."""
 
@@ -36,7 +40,7 @@ def allocate(size: int) -> memoryview:
         region = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise KimiError(f"{size} bytes of memory could not be had: {error.strerror}") from None
-    if size >= 64 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+    if size >= HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
             region.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(region)

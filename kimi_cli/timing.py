@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from kimi_cli.durable import create, scratch
 from kimi_cli.errors import KimiError
 
 TOKEN, LAYER, KERNEL, READ, CHECK, WAIT = "token", "layer", "kernel", "read", "check", "wait"
@@ -94,13 +95,13 @@ class TraceFile:
     def __init__(self, path: Path) -> None:
         """Raises KimiError if the file cannot be written; so do the other methods."""
         self._path = path
-        self._part = path.with_name(path.name + ".part")
+        self._part = scratch(path)
         self._lock = threading.Lock()
         self._threads: dict[str, int] = {}
         self._origin = time.monotonic_ns()
         self._failure: OSError | None = None
         try:
-            self._file = self._part.open("w", encoding="utf-8")
+            self._file = os.fdopen(create(self._part), "w", encoding="utf-8")
             self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             self._file.write(_event("process_name", 0, ph="M", args={"name": "kimi"}))
         except OSError as error:

@@ -154,19 +154,35 @@ def decide(history: History, asked: Asked, tokenizer: Tokenizer | None) -> Step:
         same = asked.ids == last.prompt
         return Step(last, False) if same else Step(Turn([], asked.ids), True)
     assert tokenizer is not None
-    if asked.thinking not in (None, head.thinking):
-        raise UsageError(
-            f"the session was begun with --thinking {head.thinking}, found {asked.thinking}: "
-            "what was read cannot be unread"
-        )
-    _check_system(history, asked.system)
+    check_terms(history, asked.thinking, asked.system)
     if asked.messages is not None:
         return _extend(history, asked, tokenizer)
-    question: Said = {"role": "user", "content": asked.text}
-    ((_, pieces),) = message_pieces(check_turns([question]), head.thinking)
+    pieces = _question(asked.text or "", head.thinking)
     if last.messages[-1:] == [piece_text(pieces)]:
         return Step(last, False)
     return Step(_next(history, [pieces], tokenizer), True)
+
+
+def follow(history: History, text: str, tokenizer: Tokenizer) -> Turn:
+    """The next turn of a conversation: a user's message `text`, even if it is the one before."""
+    return _next(history, [_question(text, history.head.thinking)], tokenizer)
+
+
+def check_terms(history: History, thinking: str | None, system: str | None) -> None:
+    """Raises UsageError for another --thinking or --system than the session was begun with."""
+    begun = history.head.thinking
+    if thinking not in (None, begun):
+        raise UsageError(
+            f"the session was begun with --thinking {begun}, found {thinking}: what was read "
+            "cannot be unread"
+        )
+    _check_system(history, system)
+
+
+def _question(text: str, thinking: str) -> list[Piece]:
+    """The message of a user who says `text`."""
+    ((_, pieces),) = message_pieces(check_turns([{"role": "user", "content": text}]), thinking)
+    return pieces
 
 
 def _conversation(asked: Asked) -> list[Said]:
@@ -185,7 +201,7 @@ def _texts(messages: list[Message], thinking: str) -> list[str]:
 def system_text(history: History) -> str | None:
     """The system message that the session was begun with, if any."""
     first = history.turns[0].messages[:1] if history.turns else []
-    role, text = _opened(first[0]) if first else ("", "")
+    role, text = opened(first[0]) if first else ("", "")
     return text if role == 'role="system"' else None
 
 
@@ -228,7 +244,7 @@ def _extend(history: History, asked: Asked, tokenizer: Tokenizer) -> Step:
     for at, ((message, pieces), entry) in enumerate(zip(given, known, strict=False)):
         where = f"messages[{at - shift}]" if at >= shift else "--system"
         if isinstance(entry, str):
-            _compare(where, _opened(entry), _opened(piece_text(pieces)))
+            _compare(where, opened(entry), opened(piece_text(pieces)))
         else:
             _compare_answer(where, entry, message, head.thinking, tokenizer)
     if len(given) == len(known) - 1:
@@ -242,8 +258,8 @@ def _extend(history: History, asked: Asked, tokenizer: Tokenizer) -> Step:
     return Step(_next(history, [pieces for _, pieces in given[len(known) :]], tokenizer), True)
 
 
-def _opened(text: str) -> tuple[str, str]:
-    """The attributes of a message, and its text."""
+def opened(text: str) -> tuple[str, str]:
+    """The attributes of a message in `Turn.messages`, and its text."""
     tag, _, body = text.partition("<|sep|>")
     return tag.removeprefix("<|open|>message "), body.removesuffix(_CLOSING)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 
@@ -214,6 +215,16 @@ class Weights:
         end = len(self._walk) if head else self._first[-1]
         self._pending.extend(p for p in range(end) if p not in self._plan.pinned)
         self._fill()
+
+    def rewind(self) -> None:
+        """Forgets the walks that were scheduled, once the reads ahead of them are done."""
+        self._pending.clear()
+        while self._ahead:
+            ticket = self._ahead.popleft()[2]
+            with suppress(ReadError):  # whoever needs those bytes will meet it again
+                ticket.wait()
+            assert self._ring is not None
+            self._ring.give_back()
 
     def enter(self, number: int) -> Layer:
         """Unit `number` with its small tensors in memory; the unit before is gone."""

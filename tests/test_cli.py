@@ -139,8 +139,8 @@ USAGE: dict[str, tuple[tuple[object, ...], str]] = {
     "isa": (("x", "--isa", "sse"), r"'--isa'"),
     "isa of another CPU": (("x", "--isa", "neon"), r"'neon' is not available here: this CPU has"),
     "thinking": (("x", "--thinking", "very"), r"'--thinking'"),
-    "logits nowhere": (("x", "--logits", "no/x.npy"), r"no/x\.npy cannot be written: its dir"),
-    "logits to a device": (("x", "--logits", "/dev/null"), r"/dev/null is not a regular file"),
+    "logits nowhere": (("x", "--logits", "no/x.npy"), r"no/x\.npy: its directory is missing"),
+    "logits to a device": (("x", "--logits", "/dev/null"), r"/dev/null: not a regular file"),
     "logits twice": (("x", "--logits", "a.npy", "--all-logits", "./a.npy"), r"give two files"),
     "logits to a directory": (("x", "--logits", "."), r"is a directory"),
 }  # fmt: skip
@@ -319,14 +319,15 @@ def test_what_goes_where(tmp_path: Path) -> None:
     loud, quiet = kimi(*asked), kimi(*asked, "--quiet")
     assert loud.stdout == quiet.stdout and quiet.stderr == b""
     lines = loud.stderr.decode().splitlines()
-    assert len(lines) == 2 and lines[0].startswith("no model given")
+    assert len(lines) == 4 and lines[0].startswith("no model given")
+    assert lines[1].startswith("held: ") and lines[2].startswith("each token reads ")
     assert re.fullmatch(
         r"3 tokens read in .* s; 3 generated at .* s each; peak .* MiB of .*; read .* of trunk, "
         r".* of experts \(\d+ of \d+ in memory\)",
-        lines[1],
-    ), lines[1]
+        lines[3],
+    ), lines[3]
     model = kimi(*asked, "-m", TINY)
-    assert model.stdout == loud.stdout and len(model.stderr.splitlines()) == 1
+    assert model.stdout == loud.stdout and len(model.stderr.splitlines()) == 3
 
 
 def test_repack_through_the_command(tmp_path: Path) -> None:

@@ -284,3 +284,14 @@ def test_decode_counts_what_the_routing_asks_for(source: Source) -> None:
         assert experts.requests == len(asked)
         misses = experts.requests - experts.hits
         assert experts.bytes_read == misses * expert_bytes(source.config)
+
+
+def test_what_an_abandoned_pass_left_behind_is_never_taken_for_whole(source: Source) -> None:
+    layer = source.config.first_k_dense_replace
+    wanted = stored(source)
+    with opened(source, slots=3) as experts:
+        for _ in range(20):
+            experts.request(layer, [0, 1, 2], [0, 1, 2])
+            next(iter(experts.arrivals()))  # and no more
+            got = fetch(experts, layer, [2, 1, 3])
+            assert got == {expert: wanted[layer, expert] for expert in (2, 1, 3)}

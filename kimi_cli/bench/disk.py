@@ -20,10 +20,13 @@ from kimi_cli.bench.contest import Contender, best
 from kimi_cli.bench.table import BYTES, Row
 from kimi_cli.engine import READERS
 from kimi_cli.layout import BLOCK
+from kimi_cli.plan import FLOOR_SLOTS, RING
 from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_up
 
-MOST = 16
+MOST = 8
 """Threads that read at once to find the limit."""
+HUGE = 64 << 20
+"""Bytes of buffers that are sure to be given huge pages, which direct reads are fastest into."""
 
 Place = tuple[DirectFile, int]
 """A file, and where in it to begin."""
@@ -50,7 +53,7 @@ class Speeds:
 
     @property
     def rows(self) -> list[Row]:
-        against = "the same reads, 16 at once"
+        against = f"the same reads, {MOST} at once"
         return [
             Row("disk", "trunk blocks in order", BYTES, self.blocks, self.most_blocks, against),
             Row("disk", "experts at random", BYTES, self.extents, self.most_extents, against),
@@ -73,8 +76,12 @@ class Disk:
         self._extent = min(files.extent, max(file.size for file in self._extents))
         self._chance = random.Random(0)
         self._order = self._in_order()
-        buffers = [allocate(round_up(max(self._block, self._extent)) + ALIGN) for _ in range(MOST)]
-        self._buffers = buffers
+        # as the engine has them: a ring as in the smallest plan, and as many slots
+        self._ring = _cut(allocate(RING), round_up(self._block) + ALIGN, gauge.IN_FLIGHT)
+        size = round_up(self._extent) + ALIGN
+        self._slots = _cut(allocate(FLOOR_SLOTS * size), size, FLOOR_SLOTS)
+        size = max(size, round_up(self._block) + ALIGN)
+        self._most = _cut(allocate(max(MOST * size, HUGE)), size, MOST)
 
     def _open(self, paths: Sequence[Path]) -> list[DirectFile]:
         opened = []
@@ -106,11 +113,11 @@ class Disk:
 
     def blocks(self, seconds: float) -> float:
         """Trunk blocks one after another as the engine reads them, bytes a second. A Contender."""
-        return self._as_engine(self._order, self._block, native.crc32c, seconds)
+        return self._as_engine(self._order, self._block, self._ring, native.crc32c, seconds)
 
     def extents(self, seconds: float) -> float:
         """Experts at random as the engine reads them, bytes a second. A Contender."""
-        return self._as_engine(self._at_random(), self._extent, None, seconds)
+        return self._as_engine(self._at_random(), self._extent, self._slots, None, seconds)
 
     def most_blocks(self, seconds: float) -> float:
         """The most that reading trunk blocks gives, bytes a second. A Contender."""
@@ -124,12 +131,13 @@ class Disk:
         self,
         places: Iterator[Place],
         size: int,
+        buffers: Sequence[memoryview],
         check: Callable[[memoryview], int] | None,
         seconds: float,
     ) -> float:
         reader = Reader(READERS)
         flying: deque[tuple[memoryview, Ticket]] = deque()
-        free = deque(self._buffers[: gauge.IN_FLIGHT])
+        free = deque(buffers)
         done, started = 0, time.perf_counter()
         try:
             while flying or not done:
@@ -162,7 +170,7 @@ class Disk:
             except BaseException as error:  # carried to the thread that waits
                 failures.append(error)
 
-        threads = [threading.Thread(target=serve, args=(b,), daemon=True) for b in self._buffers]
+        threads = [threading.Thread(target=serve, args=(b,), daemon=True) for b in self._most]
         started = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -192,6 +200,12 @@ def model_files(trunk: Path, shards: Sequence[Path], extent: int) -> Files:
 def _larger(paths: Sequence[Path]) -> list[Path]:
     sizes = {path: path.stat().st_size for path in paths}
     return [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
+
+
+def _cut(memory: memoryview, size: int, most: int) -> list[memoryview]:
+    """Up to `most` buffers of `size` bytes."""
+    count = min(most, len(memory) // size)
+    return [memory[n * size : (n + 1) * size] for n in range(count)]
 
 
 def _work(

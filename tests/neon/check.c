@@ -49,8 +49,8 @@ static void golden_shape(int64_t rows, int64_t cols, int64_t count, uint32_t crc
     common_bytes(w, rows * cols, table);
     starts[0] = 0;
     kimi_pack_rows(w, rows, cols, table, packed, starts, escapes);
-    kimi_matrix dense = {KIMI_BF16, rows, cols, w, NULL, NULL, NULL};
-    kimi_matrix small = {KIMI_PACKED, rows, cols, packed, table, starts, escapes};
+    kimi_matrix dense = {.format = KIMI_BF16, .rows = rows, .cols = cols, .data = w};
+    kimi_matrix small = {KIMI_PACKED, rows, cols, packed, table, starts, escapes, starts[rows]};
     kimi_product(&dense, x, cols, count, y, rows, scratch);
     crc[DENSE] = kimi_crc32c(crc[DENSE], y, count * rows * 4);
     kimi_product(&small, x, cols, count, y, rows, scratch);

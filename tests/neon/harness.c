@@ -126,6 +126,7 @@ kimi_matrix random_matrix(int format, int64_t rows, int64_t cols, enum kind kind
     starts[0] = 3;
     kimi_pack_rows(bits, rows, cols, table, packed, starts, escapes);
     w.data = packed, w.table = table, w.starts = starts, w.escapes = escapes;
+    w.escape_count = starts[rows];
     return w;
 }
 
