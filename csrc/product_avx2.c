@@ -158,16 +158,9 @@ AVX2_INLINE void column_rows(const kimi_matrix *w, int64_t row, int64_t step, in
 
 AVX2 static void product_column(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x,
                                 float *y) {
-    int64_t step;
-    if (w->format == KIMI_PACKED) { /* two streams decode as fast as memory delivers */
-        step = (hi - lo) / 2;
-        for (int64_t r = lo; r < lo + step; r++) column_rows(w, r, step, 2, x, y);
-        lo += 2 * step;
-    } else {
-        step = (hi - lo) / 4;
-        for (int64_t r = lo; r < lo + step; r++) column_rows(w, r, step, 4, x, y);
-        lo += 4 * step;
-    }
+    int64_t step = (hi - lo) / STREAMS;
+    for (int64_t r = lo; r < lo + step; r++) column_rows(w, r, step, STREAMS, x, y);
+    lo += STREAMS * step;
     for (; lo < hi; lo++) column_rows(w, lo, 0, 1, x, y);
 }
 
