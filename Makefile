@@ -8,13 +8,18 @@ SOURCES := $(wildcard csrc/*) build.py pyproject.toml
 
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
 	touch $@
+
+$(VENV)/developed: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(VENV)/installed $@
 
 run: $(VENV)/installed
 	$(BIN)/kimi generate "Hello, world" -n 16
 
-lint: $(VENV)/installed
+lint: $(VENV)/developed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -23,7 +28,7 @@ test: lint
 	$(BIN)/pytest
 
 # The C rooms once more, built aside under the address and undefined-behaviour sanitizers.
-sanitize: $(VENV)/installed
+sanitize: $(VENV)/developed
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	cp -r build.py csrc kimi_cli tests pyproject.toml build/sanitize/
 	cd build/sanitize && KIMI_CFLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" \

@@ -4,7 +4,7 @@
     -> all known? the table of checksums, or a comparison with the one that is there
 
 Only experts: everything else of a shard that is computed with is in the trunk, whose blocks have
-checksums of their own, but for the embedding, whose rows are read from the shard.
+checksums of their own, or is the embedding, whose rows have theirs in the trunk's tables.
 """
 
 from __future__ import annotations

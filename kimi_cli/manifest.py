@@ -1,7 +1,7 @@
 """trunk.json: what a trunk was made from, and the size and checksums of its files. Never trusted.
 
     {"format": "kimi-trunk", "version": 1, "encoding": "packed" or "plain",
-     "fingerprint": {"shards": [..]}, "embedding": {..}, "experts": {..},
+     "fingerprint": {"shards": [..]}, "embedding": {..}, "tables": {..},
      "crc32c": of all the above,
      "files": [{"name": .., "size": .., "blocks": [[offset, length, crc32c], ..]}, ..]}
 
@@ -32,7 +32,7 @@ ENCODINGS = ("packed", "plain")
 MAX_BYTES = 8 << 20
 """A manifest larger than this is refused unread; the released model's has 0.8 MB."""
 
-_FACTS = ("format", "version", "encoding", "fingerprint", "embedding", "experts")
+_FACTS = ("format", "version", "encoding", "fingerprint", "embedding", "tables")
 _SHARD_NUMBERS = ("size", "header", "first", "last")
 _MAX_INT = (1 << 63) - 1
 
@@ -57,13 +57,13 @@ class Listed:
 class Manifest:
     """A manifest's contents: every type right, nothing yet compared with files or config.
 
-    `experts` is the size and the CRC-32C of the table of expert extents.
+    `tables` is the size and the CRC-32C of tables.safetensors.
     """
 
     encoding: str
     fingerprint: Fingerprint
     embedding: Location
-    experts: tuple[int, int]
+    tables: tuple[int, int]
     files: tuple[Listed, ...]
 
 
@@ -75,7 +75,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "encoding": manifest.encoding,
         "fingerprint": manifest.fingerprint,
         "embedding": asdict(manifest.embedding),
-        "experts": {"size": manifest.experts[0], "crc32c": manifest.experts[1]},
+        "tables": {"size": manifest.tables[0], "crc32c": manifest.tables[1]},
     }
     facts["crc32c"] = crc32c(_compact(facts))
     lines = [f'"{key}": {json.dumps(value)}' for key, value in facts.items()]
@@ -132,14 +132,14 @@ def _parse(data: Any) -> Manifest:
         raise ValueError(f"damaged: keys {show(sorted(data))}")
     if data["crc32c"] != crc32c(_compact({key: data[key] for key in _FACTS})):
         raise ValueError("damaged: its checksum differs from its contents")
-    experts = data["experts"]
-    if not isinstance(experts, dict) or experts.keys() != {"size", "crc32c"}:
-        raise ValueError("damaged: experts is not a size and a checksum")
+    tables = data["tables"]
+    if not isinstance(tables, dict) or tables.keys() != {"size", "crc32c"}:
+        raise ValueError("damaged: tables is not a size and a checksum")
     return Manifest(
         encoding=data["encoding"],
         fingerprint=_fingerprint(data["fingerprint"]),
         embedding=_location(data["embedding"]),
-        experts=(_number(experts["size"]), _number(experts["crc32c"])),
+        tables=(_number(tables["size"]), _number(tables["crc32c"])),
         files=tuple(_listed(file) for file in _list(data["files"])),
     )
 

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from kimi_cli import native
 from kimi_cli.buffers import UNIT, Buffers, Shapes
 from kimi_cli.config import Config
-from kimi_cli.errors import NumericError, ReadError
+from kimi_cli.embedding import Embedding
+from kimi_cli.errors import NumericError
 from kimi_cli.experts import Experts
 from kimi_cli.native import F32
 from kimi_cli.state import State
-from kimi_cli.stream import ALIGN, DirectFile, allocate, round_up
+from kimi_cli.stream import allocate
 from kimi_cli.timing import KERNEL, LAYER, Spans, no_span
 from kimi_cli.trunk import Trunk
 from kimi_cli.weights import Layer, Weights
@@ -58,15 +59,12 @@ class Model:
         }
         self._chunk = buffers.common["prefix"][0]
         self._scratch = self._common["scratch"]
-        self._embedding = trunk.embedding
-        self._embedding_file = DirectFile(trunk.shards[trunk.embedding.shard])
-        row = trunk.embedding.length // config.vocab_size
-        self._row = allocate(round_up(row) + 2 * ALIGN)
+        self._embedding = Embedding(trunk)
         self._scheduled = 0
 
     def close(self) -> None:
         """Closes the embedding's file."""
-        self._embedding_file.close()
+        self._embedding.close()
 
     def rewind(self) -> None:
         """Between two calls: the next one need not be the `then` of the one before."""
@@ -91,7 +89,7 @@ class Model:
         config, count = self._config, len(ids)
         prefix = self._common["prefix"][:count]
         for t, token in enumerate(ids):
-            self._embed(token, prefix[t])
+            self._embedding.read(token, prefix[t])
         blocks: list[F32] = []
         layers = config.num_hidden_layers
         units = layers + (logits != "none")
@@ -296,18 +294,6 @@ class Model:
                     "damaged; run kimi verify"
                 )
         return logits
-
-    def _embed(self, token: int, into: F32) -> None:
-        """Row `token` of the embedding table, read from the checkpoint."""
-        table = self._embedding
-        size = table.length // self._config.vocab_size
-        start = self._embedding_file.read(table.offset + token * size, size, self._row)
-        raw = np.frombuffer(self._row, dtype=np.uint8)[start : start + size]
-        native.widen(native.Format.BF16 if table.dtype == "BF16" else native.Format.F32, raw, into)
-        if not np.isfinite(into).all():
-            raise ReadError(
-                f"{self._embedding_file.path}: NaN or infinity in the embedding of token {token}"
-            )
 
 
 def _views(memory: native.U8, at: int, shapes: Shapes) -> tuple[dict[str, F32], int]:

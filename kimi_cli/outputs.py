@@ -9,6 +9,9 @@ from pathlib import Path
 from kimi_cli.errors import UsageError
 
 
+CHECKPOINT_SUFFIXES = {".json", ".model", ".safetensors"}
+
+
 def check_outputs(
     outputs: Mapping[str, Path | None],
     inputs: Mapping[str, Path | None],
@@ -17,7 +20,7 @@ def check_outputs(
     """Refuses outputs that could not be written, or that would replace what must stay.
 
     `outputs` and `inputs` are files by the option that names them; `kept` are the directories of
-    the checkpoint and its trunk, in which no file is replaced. Raises UsageError.
+    the checkpoint and its trunk, whose files are never replaced. Raises UsageError.
     """
     taken = {_real(path): name for name, path in inputs.items() if path is not None}
     roots = [_real(path) for path in kept if path is not None]
@@ -31,8 +34,10 @@ def check_outputs(
         real = _real(path)
         if real in taken:
             raise UsageError(f"{name} and {taken[real]} both name {path}: give two files")
-        if path.exists() and any(root in real.parents for root in roots):
-            raise UsageError(f"{name} {path}: a file beside the checkpoint is never replaced")
+        places = (real, _real(path.parent) / path.name)  # a shard may be a link to elsewhere
+        inside = any(root in place.parents for root in roots for place in places)
+        if inside and path.exists() and path.suffix in CHECKPOINT_SUFFIXES:
+            raise UsageError(f"{name} {path}: the checkpoint's files are never replaced")
         taken[real] = name
 
 

@@ -26,6 +26,7 @@ from kimi_cli.errors import KimiError, ReadError
 from kimi_cli.layout import BLOCK, Stored, few_escapes, lay_out, may_pack
 from kimi_cli.native import U8, Format
 from kimi_cli.source import Source, high_bytes, require_finite
+from kimi_cli.tables import row_sums
 from kimi_cli.tensors import Tensor
 from kimi_cli.trunkfile import Block, RowBlock, StoredMatrix, Unit, stamp
 
@@ -126,6 +127,28 @@ class Packer:
             os.close(fd)
         self._source.drop(self._tensors[tensor.name] for tensor in tensors)
         return unit
+
+    def row_sums(self, name: str) -> NDArray[np.uint32]:
+        """The CRC-32C of each row of matrix `name`, which stays in the checkpoint.
+
+        Raises CheckpointError for NaN or infinity in it, ReadError if its shard cannot be read.
+        """
+        place = self._tensors[name]
+        rows, cols = place.shape
+        stride = place.length // rows
+        step, sums = max(1, BLOCK // stride), np.empty(rows, np.uint32)
+
+        def fill(row: int) -> int:
+            count = min(step, rows - row)
+            raw = self._buffers.get("raw", count * stride)
+            self._source.read(place, row * stride, raw)
+            require_finite(name, FORMATS[place.dtype], raw, row * cols)
+            sums[row : row + count] = row_sums(raw.reshape(count, stride))
+            return len(raw)
+
+        self._each(fill, range(0, rows, step), self._advance)
+        self._source.drop([place])
+        return sums
 
     def intact(self, path: Path, unit: Unit) -> bool:
         """Whether every block of the file at `path` has its CRC. Raises OSError."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kimi_cli.chat import THINKING
 from kimi_cli.errors import UsageError
 from kimi_cli.jsonfile import parse_json, show
 from kimi_cli.prompt import Given
 from kimi_cli.sampler import Sampling
 
-THINKING = ("off", "low", "medium", "high", "max")
 SOURCES = ("prompt", "messages", "ids")
 _SAMPLING = {"temperature": float, "top_p": float, "min_p": float, "top_k": int, "seed": int}
 _OTHERS = ("tools", "id", "system", "thinking", "raw", "max_tokens", "stop", "ignore_eos")

@@ -1,6 +1,6 @@
 """The trunk's folder, written file by file: an interrupted repack goes on where it was.
 
-    lock -> which files are whole already? -> room for the rest? -> experts.safetensors
+    lock -> which files are whole already? -> room for the rest? -> tables.safetensors
     -> each unit as NAME.tmp, synced, read back, renamed, and listed in trunk.partial.json
     -> trunk.partial.json renamed to trunk.json
 
@@ -14,7 +14,7 @@ import fcntl
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,8 +22,6 @@ from kimi_cli.checkpoint import Checkpoint, fingerprint
 from kimi_cli.config import Config, load_config
 from kimi_cli.durable import TEMPORARY, rename, sync_directory
 from kimi_cli.errors import KimiError, TrunkError, UsageError
-from kimi_cli.extents import FILE_NAME as EXTENTS
-from kimi_cli.extents import write_extents
 from kimi_cli.layout import ESCAPES_IN, Stored, lay_out, may_pack, unit_tensors
 from kimi_cli.manifest import (
     MANIFEST,
@@ -36,6 +34,8 @@ from kimi_cli.manifest import (
 )
 from kimi_cli.native import Format, crc32c
 from kimi_cli.packing import FORMATS, Packer
+from kimi_cli.tables import FILE_NAME as TABLES
+from kimi_cli.tables import Tables, file_bytes, read_tables, write_tables
 from kimi_cli.tensors import EMBEDDING, Tensor
 from kimi_cli.trunk import DIRECTORY, Trunk, open_unit
 from kimi_cli.units import MIB, format_size
@@ -48,7 +48,7 @@ SLACK = 16 * MIB
 
 _OURS = re.compile(
     rf"((layer-\d{{3,}}|head)\.safetensors({re.escape(TEMPORARY)})?"
-    rf"|({re.escape(EXTENTS)}|{re.escape(MANIFEST)}|{re.escape(PARTIAL)}){re.escape(TEMPORARY)})"
+    rf"|({re.escape(TABLES)}|{re.escape(MANIFEST)}|{re.escape(PARTIAL)}){re.escape(TEMPORARY)})"
 )
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -63,7 +63,7 @@ def repack(
     """Makes the trunk of the checkpoint in `model_dir`, packed or `plain`; returns its folder.
 
     `out_dir` is by default kimi-trunk in `model_dir`. `report` is called, by this thread, with the
-    bytes of the checkpoint's trunk dealt with and their total; where the trunk is there already,
+    bytes of the checkpoint dealt with and their total; where the trunk is there already,
     nothing is written and the first call is the only one, with both equal. Files that an earlier
     repack of the same checkpoint and encoding finished are checked and kept.
 
@@ -98,7 +98,9 @@ class _Repack:
         self._checkpoint = Checkpoint.open(model_dir, config)
         self._fingerprint: Fingerprint = fingerprint(self._checkpoint.shards, crc32c)
         self._units = unit_tensors(config)
+        self._embedding = self._checkpoint.tensors[EMBEDDING]
         self._total = sum(self._source_bytes(tensors) for _, tensors in self._units)
+        self._total += self._embedding.length
         self._done = 0
 
     def complete(self) -> bool:
@@ -119,7 +121,7 @@ class _Repack:
             for file, tensors in self._units
             if file not in kept
         )
-        return sum(sizes) + 12 * self._checkpoint.experts.shard.size + SLACK
+        return sum(sizes) + file_bytes(self._config) + SLACK
 
     def run(self) -> None:
         """Writes what is missing. The lock is held."""
@@ -127,7 +129,8 @@ class _Repack:
             return
         packer = Packer(self._checkpoint, self._config, self._encoding == "packed", self._advance)
         try:
-            kept = self._whole_files(packer)
+            earlier = self._earlier()
+            kept = self._whole_files(packer, earlier.files if earlier else ())
             names = frozenset(listed.name for listed in kept)
             old = [
                 entry.path
@@ -140,15 +143,29 @@ class _Repack:
             for path in old:
                 os.unlink(path)
             sync_directory(self._out)
-            experts = write_extents(self._out, self._checkpoint.experts, self._config)
-            self._write_partial(kept, experts)
-            self._write_units(packer, {listed.name: listed for listed in kept}, experts)
+            tables = self._tables(packer, earlier)
+            self._write_partial(kept, tables)
+            self._write_units(packer, {listed.name: listed for listed in kept}, tables)
         finally:
             packer.close()
         rename(self._out / PARTIAL, self._out / MANIFEST)
 
+    def _tables(self, packer: Packer, earlier: Manifest | None) -> tuple[int, int]:
+        """Size and CRC-32C of tables.safetensors, which is written unless it is there.
+
+        One that is there stays: sums taken again would vouch for a row damaged since.
+        """
+        if earlier is not None:
+            sizes = [int(shard["size"]) for shard in self._fingerprint["shards"]]
+            with suppress(TrunkError):
+                read_tables(self._out, earlier.tables, sizes, self._config)
+                self._advance(self._embedding.length)
+                return earlier.tables
+        tables = Tables(self._checkpoint.experts, packer.row_sums(EMBEDDING))
+        return write_tables(self._out, tables, self._config)
+
     def _write_units(
-        self, packer: Packer, done: dict[str, Listed], experts: tuple[int, int]
+        self, packer: Packer, done: dict[str, Listed], tables: tuple[int, int]
     ) -> None:
         for file, tensors in self._units:
             if file in done:
@@ -161,22 +178,22 @@ class _Repack:
             finally:
                 with suppress(OSError):
                     temporary.unlink(missing_ok=True)
-            self._write_partial([done[name] for name, _ in self._units if name in done], experts)
+            self._write_partial([done[name] for name, _ in self._units if name in done], tables)
 
-    def _write_partial(self, files: list[Listed], experts: tuple[int, int]) -> None:
+    def _write_partial(self, files: list[Listed], tables: tuple[int, int]) -> None:
         manifest = Manifest(
             self._encoding,
             self._fingerprint,
-            self._checkpoint.tensors[EMBEDDING],
-            experts,
+            self._embedding,
+            tables,
             tuple(files),
         )
         write_manifest(self._out / PARTIAL, manifest)
 
-    def _whole_files(self, packer: Packer) -> list[Listed]:
-        """The files of an earlier repack of the same that are whole, every block checked."""
+    def _whole_files(self, packer: Packer, earlier: Sequence[Listed]) -> list[Listed]:
+        """The `earlier` files that are whole, every block checked."""
         tensors, found = dict(self._units), []
-        for listed in self._earlier():
+        for listed in earlier:
             if listed.name not in tensors:
                 continue
             path = self._out / listed.name
@@ -190,15 +207,16 @@ class _Repack:
             self._advance(self._source_bytes(tensors[listed.name]))
         return found
 
-    def _earlier(self) -> tuple[Listed, ...]:
+    def _earlier(self) -> Manifest | None:
+        """What an earlier repack of the same left."""
         for name in (MANIFEST, PARTIAL):
             try:
                 earlier = read_manifest(self._out / name)
             except (FileNotFoundError, TrunkError):
                 continue
             if (earlier.encoding, earlier.fingerprint) == (self._encoding, self._fingerprint):
-                return earlier.files
-        return ()
+                return earlier
+        return None
 
     def _source_bytes(self, tensors: tuple[Tensor, ...]) -> int:
         return sum(self._checkpoint.tensors[tensor.name].length for tensor in tensors)

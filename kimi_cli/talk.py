@@ -241,8 +241,8 @@ class Talk:
             generate(engine, job, outcome, emit)
         finally:
             watch.clear()
-        for kind, text in parser.finish():
-            show(kind, text)
+            for kind, text in parser.finish():
+                show(kind, text)
 
     def _open(self) -> None:
         """Opens the model, in place of one that was left in the middle of a pass."""

@@ -4,7 +4,7 @@
         trunk.json              manifest, written last
         layer-000.safetensors   one unit (see layout.py) a layer
         head.safetensors        the last unit: final mix, final norm, lm_head
-        experts.safetensors     where the routed experts lie in the checkpoint
+        tables.safetensors      of the weights that stay in the checkpoint (see tables.py)
 
 It writes nothing, and does not parse the checkpoint's headers: their fingerprint is enough.
 """
@@ -18,14 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kimi_cli.checkpoint import ExpertTable, Location, fingerprint
 from kimi_cli.config import Config
 from kimi_cli.errors import CheckpointError, TrunkError
-from kimi_cli.extents import read_extents
 from kimi_cli.header import parse_header
 from kimi_cli.layout import ALIGN, lay_out, plan_units, read_stored, unit_tensors
 from kimi_cli.manifest import MANIFEST, PARTIAL, Fingerprint, Listed, Manifest, read_manifest
 from kimi_cli.native import crc32c
+from kimi_cli.tables import read_tables
 from kimi_cli.tensors import Tensor, embedding
 from kimi_cli.trunkfile import Block, RowBlock, StoredMatrix, Unit, Vector, stamp
 
@@ -43,7 +46,8 @@ class Trunk:
     """A whole trunk, made from the checkpoint it is used with.
 
     `units` are the layers in order, then the head. `shards` are the checkpoint's, in name order;
-    `experts` and `embedding` index them.
+    `experts` and `embedding` index them. `embedding_sums`, [vocab], are its rows' CRC-32C: whoever
+    reads a row compares it.
     """
 
     directory: Path
@@ -52,6 +56,7 @@ class Trunk:
     shards: tuple[Path, ...]
     experts: ExpertTable
     embedding: Location
+    embedding_sums: NDArray[np.uint32]
     fingerprint: Fingerprint
 
     @classmethod
@@ -73,7 +78,7 @@ class Trunk:
         shards = _shards(manifest.fingerprint, directory, model_dir)
         units = _units(manifest, directory, config)
         sizes = [int(shard["size"]) for shard in manifest.fingerprint["shards"]]
-        experts = read_extents(directory, manifest.experts, sizes, config)
+        tables = read_tables(directory, manifest.tables, sizes, config)
         place, wanted = manifest.embedding, embedding(config).shape
         if place.shape != wanted:
             raise TrunkError(
@@ -83,7 +88,14 @@ class Trunk:
         if place.shard >= len(shards) or place.offset + place.length > sizes[place.shard]:
             raise TrunkError(f"{directory / MANIFEST} places the embedding outside its shard")
         return cls(
-            directory, manifest.encoding, units, shards, experts, place, manifest.fingerprint
+            directory,
+            manifest.encoding,
+            units,
+            shards,
+            tables.experts,
+            place,
+            tables.embedding_sums,
+            manifest.fingerprint,
         )
 
 

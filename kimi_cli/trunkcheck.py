@@ -1,7 +1,7 @@
 """What is wrong with a trunk: every file of it, every block against its checksum. Writes nothing.
 
-trunk.json -> the shards it was made from -> each file's header -> experts.safetensors
--> every block, read several at once
+trunk.json -> the shards it was made from -> each file's header -> tables.safetensors
+-> every block, read several at once -> every row of the embedding, in its shard
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kimi_cli import remedy
 from kimi_cli.checkpoint import fingerprint
 from kimi_cli.config import Config
 from kimi_cli.errors import CheckpointError, ReadError, TrunkError
-from kimi_cli.extents import FILE_NAME as EXTENTS
-from kimi_cli.extents import read_extents
 from kimi_cli.faults import short_name
 from kimi_cli.findings import Finding
 from kimi_cli.layout import unit_tensors
 from kimi_cli.manifest import MANIFEST, PARTIAL, Listed, Manifest, read_manifest
 from kimi_cli.native import crc32c
+from kimi_cli.rowcheck import RowCheck
 from kimi_cli.survey import Survey
 from kimi_cli.sweep import Files, sweep
-from kimi_cli.tensors import EMBEDDING
+from kimi_cli.tables import FILE_NAME as TABLES
+from kimi_cli.tables import read_tables
+from kimi_cli.tensors import EMBEDDING, embedding
 from kimi_cli.trunk import Trunk, open_unit
 from kimi_cli.trunkfile import Unit
 
@@ -52,7 +54,8 @@ class _Block:
 class TrunkCheck:
     """One check of the trunk in `directory`: what was read, and what is wrong.
 
-    `trunk` is there once it opens as `kimi generate` opens it, whatever its blocks hold.
+    `bytes` are those of `blocks`, `rows` the embedding's that were read. `trunk` is there once it
+    opens as `kimi generate` opens it, whatever its blocks hold.
     """
 
     directory: Path
@@ -62,6 +65,7 @@ class TrunkCheck:
     files: int = 0
     blocks: int = 0
     bytes: int = 0
+    rows: int = 0
     trunk: Trunk | None = None
 
     def run(self, found: Survey, faulty: Collection[str], report: Report) -> None:
@@ -74,14 +78,15 @@ class TrunkCheck:
             return
         foreign = self._is_foreign(manifest, found, faulty)
         blocks = list(self._units(manifest))
-        self._extents(manifest, None if foreign or found.fault else found)
+        sums = self._tables(manifest, None if foreign or found.fault else found)
+        rows = None if foreign or sums is None else self._rows(manifest, sums, faulty)
         try:
             self.trunk = Trunk.open(self.directory, self.model_dir, self.config)
         except CheckpointError as error:
             if not self.findings and not faulty:
                 what = str(error).partition(f": {self._repack()}")[0]
                 self._add(MANIFEST, what, self._repack())
-        self._read(blocks, report)
+        self._read(blocks, rows, report)
 
     def _add(self, name: str, what: str, fix: str) -> None:
         self.findings.append(Finding(str(self.directory / name), what, fix))
@@ -156,28 +161,46 @@ class TrunkCheck:
         for name in listed:
             self._add(MANIFEST, f"lists {name}, which is no file of this config", self._repack())
 
-    def _extents(self, manifest: Manifest, found: Survey | None) -> None:
-        """Checks the table of experts, and holds it against `found` if that is to be trusted."""
+    def _tables(self, manifest: Manifest, found: Survey | None) -> NDArray[np.uint32] | None:
+        """Checks the tables, and holds them against `found` if that is to be trusted.
+
+        Returns the checksums of the embedding's rows, if they are whole.
+        """
         sizes = [int(shard["size"]) for shard in manifest.fingerprint["shards"]]
-        path = self.directory / EXTENTS
-        fix = remedy.remake(self.model_dir, self.directory, EXTENTS)
+        path = self.directory / TABLES
+        fix = remedy.remake(self.model_dir, self.directory, TABLES)
         try:
-            table = read_extents(self.directory, manifest.experts, sizes, self.config)
+            tables = read_tables(self.directory, manifest.tables, sizes, self.config)
         except TrunkError as error:
-            self._add(EXTENTS, _text(error, path), fix)
-            return
+            self._add(TABLES, _text(error, path), fix)
+            return None
         if found is None:
-            return
-        same = np.array_equal(table.shard, found.expert_shard)
-        if not same or not np.array_equal(table.offset, found.expert_offset):
-            self._add(EXTENTS, "places experts elsewhere than the shards' headers do", fix)
+            return tables.embedding_sums
+        experts = tables.experts
+        same = np.array_equal(experts.shard, found.expert_shard)
+        if not same or not np.array_equal(experts.offset, found.expert_offset):
+            self._add(TABLES, "places experts elsewhere than the shards' headers do", fix)
         place, (shard, entry) = manifest.embedding, found.tensors[EMBEDDING]
         if (place.shard, place.offset, place.dtype) != (shard, entry.offset, entry.dtype):
             what = "places the embedding elsewhere than its shard's header does"
             self._add(MANIFEST, what, self._repack())
+            return None
+        return tables.embedding_sums
 
-    def _read(self, blocks: list[_Block], report: Report) -> None:
-        total = sum(block.length for block in blocks)
+    def _rows(
+        self, manifest: Manifest, sums: NDArray[np.uint32], faulty: Collection[str]
+    ) -> RowCheck | None:
+        """The check of the embedding, unless its shard is wrong already or ends before it."""
+        place, shards = manifest.embedding, manifest.fingerprint["shards"]
+        if place.shape != embedding(self.config).shape or place.shard >= len(shards):
+            return None
+        shard, known = shards[place.shard], {*faulty, *(f.file for f in self.findings)}
+        if shard["name"] in known or place.offset + place.length > int(shard["size"]):
+            return None
+        return RowCheck(self.model_dir / str(shard["name"]), place, sums, self.findings)
+
+    def _read(self, blocks: list[_Block], rows: RowCheck | None, report: Report) -> None:
+        total = sum(block.length for block in blocks) + (rows.place.length if rows else 0)
         with Files() as files:
 
             def work(block: _Block, buffer: memoryview) -> None:
@@ -193,6 +216,16 @@ class TrunkCheck:
                     self.blocks += 1
                     self.bytes += block.length
                     report(self.bytes, total)
+        if rows:
+            done_bytes = self.bytes
+
+            def advance(count: int) -> None:
+                nonlocal done_bytes
+                done_bytes += count
+                report(done_bytes, total)
+
+            rows.run(advance)
+            self.rows = rows.rows
 
     def _judge(self, block: _Block) -> None:
         what = block.failure

@@ -170,6 +170,7 @@ class _Verification:
         with Progress("trunk", "B") as report:
             check.run(found, {finding.file for finding in self._told.findings}, report)
         text = f"{check.files} files: {check.blocks:,} blocks, {format_size(check.bytes)} read"
+        text += f"; {check.rows:,} rows of the embedding in its shard"
         self._told.phase(
             "trunk",
             text,
@@ -177,6 +178,7 @@ class _Verification:
             trunk_files=check.files,
             trunk_blocks=check.blocks,
             trunk_bytes=check.bytes,
+            embedding_rows=check.rows,
         )
         return check.trunk
 

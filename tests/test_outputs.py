@@ -29,11 +29,14 @@ def test_what_is_allowed(tmp_path: Path) -> None:
 def test_checkpoint_files_are_never_replaced(tmp_path: Path, link: bool) -> None:
     model, other = tmp_path / "model", tmp_path / "other"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (tmp_path / "blob").write_text("{}")
+    (model / "config.json").symlink_to(tmp_path / "blob")
+    (model / "logits.npy").write_text("of an earlier run")
     other.symlink_to(model)
-    target = (other if link else model) / "config.json"
-    with pytest.raises(UsageError, match="beside the checkpoint is never replaced"):
-        check_outputs({"--logits": target}, {}, [model])
+    directory = other if link else model
+    with pytest.raises(UsageError, match="the checkpoint's files are never replaced"):
+        check_outputs({"--logits": directory / "config.json"}, {}, [model])
+    check_outputs({"--logits": directory / "logits.npy"}, {}, [model])
 
 
 def test_prompts_and_other_outputs_are_never_replaced(tmp_path: Path) -> None:

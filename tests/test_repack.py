@@ -27,7 +27,7 @@ from kimi_cli.manifest import read_manifest
 from kimi_cli.native import Format
 from kimi_cli.repack import repack
 from kimi_cli.synth import BUILTIN, make_config, write_checkpoint
-from kimi_cli.tensors import EMBEDDING, head_tensors, layer_tensors
+from kimi_cli.tensors import head_tensors, layer_tensors
 from kimi_cli.trunk import Trunk
 
 SHAPES: dict[str, Any] = {
@@ -218,6 +218,8 @@ def test_table() -> None:
         ("layers.1.self_attn.dt_bias", 0x7F800000, 5, "infinity"),
         ("layers.1.self_attn.A_log", 0xFF800001, 2, "NaN"),
         ("layers.2.self_attn.o_proj.weight", 0x7FFFFFFF, 20000, "NaN"),
+        ("embed_tokens.weight", 0x7F80, 699 * 192 + 191, "infinity"),
+        ("embed_tokens.weight", 0xFFC1, 5 * 192, "NaN"),
     ],
 )
 def test_not_finite(
@@ -315,7 +317,7 @@ def test_report(small: Path, tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     out = repack(small, tmp_path / "out", report=lambda *call: calls.append(call))
     places = Checkpoint.open(small, load_config(small)).tensors
-    total = sum(place.length for name, place in places.items() if name != EMBEDDING)
+    total = sum(place.length for place in places.values())
     assert calls[-1] == (total, total) and {call[1] for call in calls} == {total}
     done = [call[0] for call in calls]
     assert done == sorted(done) and len(done) > 50
@@ -347,7 +349,7 @@ def test_another_checkpoint_starts_over(
     assert contents(repack(small, out)) == whole
 
 
-@pytest.mark.parametrize("damage", ["header", "rows", "short", "absent", "experts", "manifest"])
+@pytest.mark.parametrize("damage", ["header", "rows", "short", "absent", "tables", "manifest"])
 def test_repair_rewrites_only_what_is_broken(
     small: Path, whole: dict[str, bytes], tmp_path: Path, damage: str
 ) -> None:
@@ -361,17 +363,34 @@ def test_repair_rewrites_only_what_is_broken(
         os.truncate(path, 5000)
     elif damage == "absent":
         path.unlink()
-    elif damage == "experts":
-        (out / "experts.safetensors").write_bytes(b"")
+    elif damage == "tables":
+        (out / "tables.safetensors").write_bytes(b"")
     elif damage == "manifest":
         (out / "trunk.json").write_bytes(b"{")
     elif damage == "rows":  # met by whoever reads them; the file is then deleted
-        (out / "experts.safetensors").unlink()
+        (out / "tables.safetensors").unlink()
     not_whole(small, out)
     before = (out / "layer-002.safetensors").stat().st_mtime_ns
     assert contents(repack(small, out)) == whole
     kept = (out / "layer-002.safetensors").stat().st_mtime_ns == before
     assert kept is (damage != "manifest")
+
+
+def test_a_repair_does_not_vouch_for_the_embedding(tmp_path: Path) -> None:
+    """A row damaged since the first repack is still told from what it was."""
+    model = make(tmp_path / "model")
+    out = repack(model)
+    before = contents(out)
+    place = opened(model, out).embedding
+    shard = opened(model, out).shards[place.shard]
+    middle = place.offset + place.length // 2
+    with shard.open("r+b") as file:
+        file.seek(middle)
+        byte = file.read(1)[0]
+        file.seek(middle)
+        file.write(bytes([byte ^ 1]))
+    (out / "layer-001.safetensors").unlink()
+    assert contents(repack(model)) == before
 
 
 # ---- interruptions ----

@@ -25,6 +25,7 @@ from kimi_cli.manifest import MANIFEST, PARTIAL, read_manifest, write_manifest
 from kimi_cli.native import Format, crc32c, row_bytes
 from kimi_cli.repack import repack
 from kimi_cli.synth import BUILTIN, make_config, write_checkpoint
+from kimi_cli.tables import Tables, write_tables
 from kimi_cli.trunk import Trunk, Unit, plan_units
 
 TINY = load_config(BUILTIN)
@@ -246,6 +247,11 @@ def test_open(made: tuple[Path, Path]) -> None:
         got, wanted = getattr(trunk.experts, name), getattr(checkpoint.experts, name)
         assert got.dtype == wanted.dtype and np.array_equal(got, wanted)
     assert trunk.experts.sizes == checkpoint.experts.sizes
+    place = trunk.embedding
+    table = trunk.shards[place.shard].read_bytes()[place.offset :][: place.length]
+    rows = [table[at : at + 256] for at in range(0, len(table), 256)]
+    assert trunk.embedding_sums.dtype == np.uint32
+    assert trunk.embedding_sums.tolist() == [crc32c(row) for row in rows] and len(rows) == 768
     for unit in trunk.units:
         data = (out / unit.file).read_bytes()
         for block in unit.blocks:
@@ -382,7 +388,7 @@ def test_missing_short_and_long_files(copied: tuple[Path, Path]) -> None:
     assert f"{path} is not a regular file" in refusal(copied)
 
 
-def test_flipped_bit_in_any_header_and_in_the_experts(copied: tuple[Path, Path]) -> None:
+def test_flipped_bit_in_any_header_and_in_the_tables(copied: tuple[Path, Path]) -> None:
     rng = random.Random(3)
     for unit in open_trunk(copied).units:
         path = copied[1] / unit.file
@@ -390,7 +396,7 @@ def test_flipped_bit_in_any_header_and_in_the_experts(copied: tuple[Path, Path])
             flip(path, offset)
             assert f"{path} is damaged: its header" in refusal(copied)
             flip(path, offset)
-    path = copied[1] / "experts.safetensors"
+    path = copied[1] / "tables.safetensors"
     for offset in (0, 4095, 4096, path.stat().st_size - 1, *(rng.randrange(15000),) * 3):
         flip(path, offset)
         assert f"{path} is damaged: its bytes" in refusal(copied)
@@ -496,7 +502,7 @@ def test_another_checkpoint(copied: tuple[Path, Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["shard", "below", "offset", "negative", "dense"])
 def test_experts_outside_the_shards(copied: tuple[Path, Path], wrong: str) -> None:
-    path = copied[1] / "experts.safetensors"
+    path = copied[1] / "tables.safetensors"
     raw = bytearray(path.read_bytes())
     count = 13 * 12 * 6
     offset = np.frombuffer(raw, "<i8", count, 4096).reshape(13, 12, 6)
@@ -515,8 +521,32 @@ def test_experts_outside_the_shards(copied: tuple[Path, Path], wrong: str) -> No
         shard[0, 0, 0], said = 0, "has experts in layer 0, wanted none: it is dense"
     path.write_bytes(raw)
     manifest = read_manifest(copied[1] / MANIFEST)
-    write_manifest(copied[1] / MANIFEST, replace(manifest, experts=(len(raw), crc32c(raw))))
+    write_manifest(copied[1] / MANIFEST, replace(manifest, tables=(len(raw), crc32c(raw))))
     assert said in refusal(copied)
+
+
+@pytest.mark.parametrize("rows", [0, 767, 769])
+def test_checksums_of_another_number_of_rows(copied: tuple[Path, Path], rows: int) -> None:
+    """Sound in themselves, with the size and checksum that the manifest has."""
+    path = copied[1] / "tables.safetensors"
+    tables = Tables(open_trunk(copied).experts, np.zeros(rows, np.uint32))
+    listed = write_tables(copied[1], tables, replace(TINY, vocab_size=rows))
+    manifest = read_manifest(copied[1] / MANIFEST)
+    write_manifest(copied[1] / MANIFEST, replace(manifest, tables=listed))
+    size = 4096 + 13 * 12 * 6 * 12 + 4 * 768
+    assert f"{path} has {size + 4 * (rows - 768)} bytes, wanted {size}" in refusal(copied)
+
+
+def test_a_trunk_without_tables(copied: tuple[Path, Path]) -> None:
+    """As builds made it that kept no checksums of the embedding's rows."""
+    path = copied[1] / MANIFEST
+    data = json.loads(path.read_text())
+    data["experts"] = data.pop("tables")
+    path.write_text(json.dumps(data))
+    os.rename(copied[1] / "tables.safetensors", copied[1] / "experts.safetensors")
+    assert f"{path} is damaged: keys" in refusal(copied)
+    repack(copied[0])
+    open_trunk(copied)
 
 
 def test_embedding_outside_its_shard(copied: tuple[Path, Path]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from kimi_cli import deep, remedy, synth
+from kimi_cli import deep, remedy, rowcheck, synth
 from kimi_cli.checkpoint import EDGE
 from kimi_cli.config import load_config
 from kimi_cli.errors import (
@@ -33,7 +33,7 @@ from kimi_cli.manifest import MANIFEST, read_manifest
 from kimi_cli.native import crc32c
 from kimi_cli.repack import repack
 from kimi_cli.stream import DirectFile
-from kimi_cli.tensors import EXPERT_PARTS, expert_prefix
+from kimi_cli.tensors import EMBEDDING, EXPERT_PARTS, expert_prefix
 from kimi_cli.trunk import Trunk
 from kimi_cli.verify import verify
 
@@ -358,11 +358,11 @@ def test_all_bad_blocks_are_told_with_what_they_hold(
     flip(trunk.directory / head.file, head.blocks[-1].offset)
     cut(trunk.directory / "layer-004.safetensors", 7)
     (trunk.directory / "layer-005.safetensors").unlink()
-    flip(trunk.directory / "experts.safetensors", 9000)
+    flip(trunk.directory / "tables.safetensors", 9000)
     result = looked(capfd, model)
     assert files(result) == [
         "layer-000.safetensors", "layer-004.safetensors", "layer-005.safetensors",
-        "experts.safetensors", "layer-000.safetensors", "head.safetensors",
+        "tables.safetensors", "layer-000.safetensors", "head.safetensors",
     ]  # fmt: skip
     assert "lm_head.weight rows 0 to" in result["findings"][-1]["what"]
     run = kimi("verify", "-m", model)
@@ -399,22 +399,100 @@ def test_an_unfinished_trunk(model: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert files(result) == [MANIFEST] and "unfinished" in result["findings"][0]["what"]
 
 
-def test_extents_that_do_not_fit_the_headers(
-    model: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The same table, sound in itself, with two experts swapped."""
+def test_tables_that_do_not_fit_the_headers(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same tables, sound in themselves, with two experts swapped."""
     from dataclasses import replace
 
-    from kimi_cli.extents import write_extents
     from kimi_cli.manifest import write_manifest
+    from kimi_cli.tables import Tables, write_tables
 
     trunk, config = opened(model), load_config(model)
     trunk.experts.offset[4, [1, 2]] = trunk.experts.offset[4, [2, 1]]
-    listed = write_extents(trunk.directory, trunk.experts, config)
+    tables = Tables(trunk.experts, trunk.embedding_sums)
+    listed = write_tables(trunk.directory, tables, config)
     manifest = read_manifest(trunk.directory / MANIFEST)
-    write_manifest(trunk.directory / MANIFEST, replace(manifest, experts=listed))
+    write_manifest(trunk.directory / MANIFEST, replace(manifest, tables=listed))
     result = looked(capfd, model)
-    assert files(result) == ["experts.safetensors"]
+    assert files(result) == ["tables.safetensors"]
+
+
+# ---- the embedding ----
+
+
+def rows_out_of_the_fingerprint(model: Path) -> tuple[Path, int, list[int]]:
+    """Shard and offset of the embedding, and the rows that no fingerprint covers."""
+    path, offset, length = place(model, EMBEDDING)
+    size, start = path.stat().st_size, 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    rows = [
+        row
+        for row in range(length // 256)
+        if start + EDGE <= offset + 256 * row <= size - EDGE - 256
+    ]
+    return path, offset, rows
+
+
+def test_a_flipped_bit_in_the_embedding_is_met(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, offset, rows = rows_out_of_the_fingerprint(model)
+    row = rows[len(rows) // 2]
+    words = ["generate", "-m", model, "-n", "1", "--ignore-eos", "--ids"]
+    good = kimi(*words, f"{row - 1},{row}").stdout
+    flip(path, offset + 256 * row + 255, 6)
+    run = kimi(*words, f"{row - 1},{row}")
+    assert run.returncode == 1 and not run.stdout.strip()
+    assert run.stderr.splitlines()[-1].startswith(
+        f"kimi: {path}: the embedding of token {row}, 256 bytes at offset {offset + 256 * row}, "
+        "has checksum "
+    )
+    assert f"hf download moonshotai/Kimi-K3 {path.name} --local-dir" in run.stderr
+    result = looked(capfd, model)
+    assert files(result) == [path.name] and result["embedding_rows"] == 768
+    what, fix = result["findings"][0]["what"], result["findings"][0]["fix"]
+    assert what.startswith(f"{EMBEDDING}: row {row} at offset {offset + 256 * row} has checksum ")
+    assert f"wanted {int(opened(model).embedding_sums[row]):08x}" in what and path.name in fix
+    run = kimi("verify", "-m", model)
+    assert run.returncode == 5 and f"BAD  {path.name}: {EMBEDDING}: row {row} " in run.stdout
+    flip(path, offset + 256 * row + 255, 6)
+    assert looked(capfd, model)["ok"] and kimi(*words, f"{row - 1},{row}").stdout == good
+
+
+def test_the_first_bad_rows_are_told_and_the_rest_counted(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the stretches, and beside a layer that is damaged."""
+    path, offset, rows = rows_out_of_the_fingerprint(model)
+    bad = [rows[0], rows[1], rows[60], rows[61], rows[-1]]
+    for row in bad:
+        flip(path, offset + 256 * row)
+    flip(model / "kimi-trunk" / "layer-000.safetensors", 10)
+    texts = set()
+    for piece in (256, 300, 1000, 8 << 20):
+        monkeypatch.setattr(rowcheck, "PIECE", piece)
+        result = looked(capfd, model)
+        assert files(result) == ["layer-000.safetensors", path.name]
+        texts.add(result["findings"][1]["what"])
+    (text,) = texts
+    assert [f"row {row} at offset {offset + 256 * row} " in text for row in bad] == (
+        [True] * 3 + [False] * 2
+    )
+    assert text.endswith("; and 2 rows more")
+
+
+def test_an_embedding_that_cannot_be_read(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, offset, _ = place(model, EMBEDDING)
+    real = DirectFile.read
+
+    def read(self: DirectFile, at: int, length: int, buffer: memoryview) -> int:
+        if (self.path, at) == (path, offset):
+            raise ReadError(f"{self.path}: reading {length} bytes at {at} failed: bad sector")
+        return real(self, at, length, buffer)
+
+    monkeypatch.setattr(DirectFile, "read", read)
+    result = looked(capfd, model)
+    assert files(result) == [path.name] and "bad sector" in result["findings"][0]["what"]
 
 
 # ---- experts ----

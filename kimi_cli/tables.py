@@ -1,13 +1,17 @@
-"""experts.safetensors: where each routed expert lies in the checkpoint, kept beside the trunk.
+"""tables.safetensors: what a trunk has to know of the weights that stay in the checkpoint.
 
-Two tensors, `offset` I64 and `shard` I32, both [layers, experts, 6] as in `ExpertTable`: a start
-after the first need not parse the headers of all shards. It holds no weights.
+    offset          I64 [layers, experts, 6]   where each routed expert lies, as in `ExpertTable`:
+    shard           I32 [layers, experts, 6]   a start need not parse the headers of all shards
+    embedding_rows  U32 [vocab]                CRC-32C of each row of the embedding
+
+It holds no weights.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,23 @@ from kimi_cli.config import Config
 from kimi_cli.durable import write_whole
 from kimi_cli.errors import TrunkError
 from kimi_cli.layout import header_block
-from kimi_cli.native import crc32c
+from kimi_cli.native import U8, crc32c
 from kimi_cli.tensors import EXPERT_PARTS
 
-FILE_NAME = "experts.safetensors"
+FILE_NAME = "tables.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The file's contents; `embedding_sums` is uint32 [vocab]."""
+
+    experts: ExpertTable
+    embedding_sums: NDArray[np.uint32]
+
+
+def row_sums(rows: U8) -> NDArray[np.uint32]:
+    """The CRC-32C of each of `rows` [rows, bytes]."""
+    return np.fromiter(map(crc32c, rows), np.uint32, len(rows))
 
 
 def _shape(config: Config) -> tuple[int, int, int]:
@@ -30,53 +47,70 @@ def _shape(config: Config) -> tuple[int, int, int]:
 
 
 def _header(config: Config) -> bytes:
-    shape = _shape(config)
+    shape, rows = _shape(config), config.vocab_size
     count = shape[0] * shape[1] * shape[2]
-    return header_block([("offset", "I64", shape, 8 * count), ("shard", "I32", shape, 4 * count)])
+    return header_block(
+        [
+            ("offset", "I64", shape, 8 * count),
+            ("shard", "I32", shape, 4 * count),
+            ("embedding_rows", "U32", (rows,), 4 * rows),
+        ]
+    )
 
 
-def write_extents(directory: Path, table: ExpertTable, config: Config) -> tuple[int, int]:
-    """Writes the table into `directory`, atomically; its size and CRC-32C. Raises OSError."""
+def file_bytes(config: Config) -> int:
+    """The size of the file."""
+    shape = _shape(config)
+    return len(_header(config)) + 12 * shape[0] * shape[1] * shape[2] + 4 * config.vocab_size
+
+
+def write_tables(directory: Path, tables: Tables, config: Config) -> tuple[int, int]:
+    """Writes the file into `directory`, atomically; its size and CRC-32C. Raises OSError."""
     raw = b"".join(
         (
             _header(config),
-            np.ascontiguousarray(table.offset, "<i8").tobytes(),
-            np.ascontiguousarray(table.shard, "<i4").tobytes(),
+            np.ascontiguousarray(tables.experts.offset, "<i8").tobytes(),
+            np.ascontiguousarray(tables.experts.shard, "<i4").tobytes(),
+            np.ascontiguousarray(tables.embedding_sums, "<u4").tobytes(),
         )
     )
     write_whole(directory / FILE_NAME, raw)
     return len(raw), crc32c(raw)
 
 
-def read_extents(
+def read_tables(
     directory: Path, wanted: tuple[int, int], shard_sizes: Sequence[int], config: Config
-) -> ExpertTable:
-    """The table in `directory`, of the size and CRC-32C that the manifest has in `wanted`.
+) -> Tables:
+    """The tables in `directory`, of the size and CRC-32C that the manifest has in `wanted`.
 
     `shard_sizes` are bytes. Raises TrunkError if the file is absent or differs, or if an expert
     does not lie inside a shard.
     """
     path = directory / FILE_NAME
     header, shape = _header(config), _shape(config)
-    offset, shard = np.empty(0, np.int64), np.empty(0, np.int32)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            expected = len(header) + shape[0] * shape[1] * shape[2] * 12
+            expected = file_bytes(config)
             if size != wanted[0] or size != expected:
                 raise TrunkError(f"{path} has {size} bytes, wanted {expected}")
             head = file.read(len(header))
             offset, shard = np.empty(shape, np.int64), np.empty(shape, np.int32)
-            short = any(_fill(file, array) != array.nbytes for array in (offset, shard))
+            sums = np.empty(config.vocab_size, np.uint32)
+            arrays = (offset, shard, sums)
+            short = any(_fill(file, array) != array.nbytes for array in arrays)
     except FileNotFoundError:
         raise TrunkError(f"{path} is absent") from None
     except OSError as error:
         raise TrunkError(f"{path} cannot be read: {error.strerror or error}") from None
-    if short or head != header or crc32c(shard, crc32c(offset, crc32c(head))) != wanted[1]:
+    crc = crc32c(head)
+    for array in arrays:
+        crc = crc32c(array, crc)
+    if short or head != header or crc != wanted[1]:
         raise TrunkError(f"{path} is damaged: its bytes differ from their checksum")
     table = ExpertTable.of(shard, offset, config)
     _check(table, np.array(shard_sizes, np.int64), config, path)
-    return table
+    return Tables(table, sums)
 
 
 def _fill(file: Any, array: NDArray[Any]) -> int:

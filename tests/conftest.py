@@ -1,0 +1,8 @@
+"""What every test stands on: an interruption reaches the programs that tests start."""
+
+from __future__ import annotations
+
+import signal
+
+# A runner started in the background ignores SIGINT, and so would every child of it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
