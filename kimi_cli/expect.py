@@ -1,18 +1,17 @@
-"""How long a run should take, before it has begun: measured for less than a second, or guessed."""
+"""How long a run should take, before it has begun: guessed, from a short look at the disk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from kimi_cli.engine import Source
-from kimi_cli.native import Format
 from kimi_cli.pace import Expected
 from kimi_cli.plan import Plan
 from kimi_cli.predict import Kernel, Rates, predict, predict_prefill, work_of
 
 WORTH = 10.0
 """Seconds that a run must be guessed to take, to be worth measuring this machine for."""
-DISK_SECONDS, PRODUCT_SECONDS = 0.3, 0.1
+DISK_SECONDS = 0.3
 MEASURED = 64 << 20
 """Bytes that must have been read for their rate to count as the disk's."""
 PASS_SECONDS = 0.005
@@ -60,14 +59,8 @@ def expect(source: Source, plan: Plan, forecast: Forecast, prompt: int) -> Expec
 def _measure(source: Source, plan: Plan, disk: float | None) -> Rates:
     from kimi_cli import gauge
 
-    units, config = source.trunk.units, source.config
     if disk is None and plan.trunk_per_token + plan.expert_per_token:
-        files = [source.trunk.directory / unit.file for unit in units]
+        files = [source.trunk.directory / unit.file for unit in source.trunk.units]
         disk = gauge.read_blocks(files, DISK_SECONDS).rate
-    packed = any(m.format == Format.PACKED for unit in units for m in unit.matrices)
-    memory = plan.ring + plan.slots * plan.slot_bytes
-    fmt = Format.PACKED if packed else Format.BF16
-    trunk = gauge.trunk_product(config, fmt, memory, PRODUCT_SECONDS)
-    expert = gauge.expert_product(config, memory, PRODUCT_SECONDS)
     disk = disk or _GUESS.blocks  # where nothing is read, it does not matter
-    return Rates(disk, disk, trunk, expert)
+    return replace(_GUESS, blocks=disk, extents=disk)

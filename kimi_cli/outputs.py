@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kimi_cli.errors import UsageError
 
-
 CHECKPOINT_SUFFIXES = {".json", ".model", ".safetensors"}
 
 

@@ -297,8 +297,14 @@ def test_model_directory_is_only_read(tmp_path: Path) -> None:
 LONG = ("generate", "--ids", "1,2,3", "-n", "100000", "--ignore-eos", "--quiet")
 
 
+def scratch_of(path: Path, process: int) -> Path:
+    """The unfinished file of a process that writes `path`."""
+    return path.with_name(f"{path.name}.{process}.part")
+
+
 def interrupt(number: int, *args: object, ready: Path | None = None) -> tuple[int, bytes]:
-    """Exit code and stdout of a run that gets signal `number` while it generates."""
+    """Exit code and stdout of a run that gets signal `number` while it generates: once something is
+    on stdout, or the unfinished file that will become `ready` has grown."""
     process = subprocess.Popen(
         [KIMI, *LONG, *map(str, args)],
         stdout=subprocess.PIPE,
@@ -310,7 +316,8 @@ def interrupt(number: int, *args: object, ready: Path | None = None) -> tuple[in
     if ready is None:
         seen = process.stdout.read(1)
     else:
-        while not ready.exists() or ready.stat().st_size < 20_000:
+        part = scratch_of(ready, process.pid)
+        while not part.exists() or part.stat().st_size < 20_000:
             assert time.monotonic() - begun < 60 and process.poll() is None
             time.sleep(0.01)
     process.send_signal(number)
@@ -323,7 +330,7 @@ def interrupt(number: int, *args: object, ready: Path | None = None) -> tuple[in
 def test_interruption_keeps_what_was_generated(number: int, code: int, tmp_path: Path) -> None:
     own, whole = tmp_path / "own.npy", tmp_path / "all.npy"
     files = ("--logits", own, "--all-logits", whole)
-    returned, out = interrupt(number, "--json", *files, ready=tmp_path / "own.npy.part")
+    returned, out = interrupt(number, "--json", *files, ready=own)
     assert returned == code
     result = json.loads(out)
     assert result["stop_reason"] == "interrupted" and len(result["ids"]) > 3
@@ -338,8 +345,7 @@ def test_interruption_keeps_what_was_generated(number: int, code: int, tmp_path:
 def test_interruption_without_a_tokenizer(tmp_path: Path) -> None:
     model = linked_model(tmp_path / "m", without=("tiktoken.model", "tokenizer_config.json"))
     own = tmp_path / "own.npy"
-    part = tmp_path / "own.npy.part"
-    returned, out = interrupt(signal.SIGINT, "-m", model, "--logits", own, ready=part)
+    returned, out = interrupt(signal.SIGINT, "-m", model, "--logits", own, ready=own)
     assert returned == 130
     assert out.decode().strip() == commas(row.argmax() for row in np.load(own))
 

@@ -19,7 +19,7 @@ from kimi_cli import screen as drawing
 from kimi_cli.expect import expect, forecast
 from kimi_cli.halt import Halt
 from kimi_cli.pace import LOAD, PREFILL, TOKEN, Expected, Moment, Pace
-from kimi_cli.watch import Lines, Silent, moment_text, watching
+from kimi_cli.watch import Lines, Silent, Terminal, moment_text, watching
 
 PROMPT = ("generate", "--ids", "1,2,3", "--ignore-eos")
 SUMMARY = re.compile(r"\d+ tokens read in .* s; (\d+) generated at .* each; peak .*")
@@ -68,10 +68,24 @@ def test_text_and_progress_share_a_terminal() -> None:
     assert not session.screen.hidden
 
 
-def test_short_tokens_draw_nothing() -> None:
-    with Session(0.0, *PROMPT, "-n", 40) as session:
-        assert session.finish() == 0
-    assert "layer" not in session.raw and "\x1b" not in session.raw
+def test_short_waits_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def drawn(shared: bool, seconds: float) -> bool:
+        nonlocal now
+        read, write = os.pipe()
+        terminal = Terminal(write, shared)
+        for _ in range(20):
+            now += seconds
+            terminal.moment(Moment(TOKEN, 3, 9, 5, 14, 0, seconds, 3.0, 60.0))
+        os.close(write)
+        with os.fdopen(read, "rb") as seen:
+            return bool(seen.read())
+
+    assert not drawn(True, 0.4) and drawn(True, 0.6)
+    assert drawn(False, 0.4), "nothing is in its way"
+    assert not drawn(False, 0.01), "too soon"
 
 
 def test_quiet_on_a_terminal() -> None:
