@@ -38,7 +38,8 @@ BATCH_INLINE void dense_tile(float tile[][TILE_COLUMNS], int rows, const float *
             for (int r = 0; r < rows; r++) {
                 VEC w = vec_load(tile[r] + c + VEC_WIDTH * i);
                 vec_hold(w);
-                for (int t = 0; t < columns; t++) acc[r][t][i] = vec_fma(w, column[t], acc[r][t][i]);
+                for (int t = 0; t < columns; t++)
+                    acc[r][t][i] = vec_fma(w, column[t], acc[r][t][i]);
             }
         }
     for (int r = 0; r < rows; r++)

@@ -3,7 +3,7 @@
 
 enum { CONV_WIDE = 16 };
 
-/* `wide` channels from c on; their taps are turned around first, so that channels are contiguous. */
+/* `wide` channels from c on; their taps are turned around first: channels are then contiguous. */
 KIMI_INLINE void conv_channels(const float *x, int64_t count, int64_t channels, int64_t c, int wide,
                                int64_t taps, const float *w, const float *history, float *y) {
     float turned[KIMI_MAX_TAPS][CONV_WIDE];

@@ -175,7 +175,8 @@ int kimi_mla_values(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_
                     int64_t y_stride, float *scratch);
 
 /* Router: s = sigmoid(logits); the k largest of s + bias, ties to the lower index, in that order;
- * weight = s / (sum of chosen s, in that order, + 1e-20) * factor, in double. k is at most KIMI_MAX_TOP. */
+ * weight = s / (sum of chosen s, in that order, + 1e-20) * factor, in double. k is at most
+ * KIMI_MAX_TOP. */
 int kimi_route(const float *logits, const float *bias, int64_t count, int64_t experts, int64_t k,
                double factor, int32_t *ids, float *weights);
 /* y[t] = sum over k ascending of fmaf(weights[t][k], x[t][k][i], y). */

@@ -47,7 +47,8 @@ KIMI_TARGET void KIMI_FN(attend)(const float *cache, int64_t positions, int64_t 
         double sum = softmax_exp(e, positions);
         memset(o, 0, (size_t)rank * sizeof *o);
         for (int64_t s0 = 0; s0 < positions; s0 += KIMI_POSITION_BLOCK) {
-            int64_t end = s0 + KIMI_POSITION_BLOCK < positions ? s0 + KIMI_POSITION_BLOCK : positions;
+            int64_t left = positions - s0;
+            int64_t end = left < KIMI_POSITION_BLOCK ? positions : s0 + KIMI_POSITION_BLOCK;
             memset(block, 0, (size_t)rank * sizeof *block);
             for (int64_t s = s0; s < end; s++)
                 for (int64_t c = 0; c < rank; c++)

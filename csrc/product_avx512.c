@@ -1,7 +1,7 @@
 /* product_avx512.c: the dense product for AVX-512.
  *
- * One column is bound by memory, which AVX2's room already keeps busy. Many columns: the 16 lanes of
- * the contract are one register, in AVX2's split order, so that x is prepared alike.
+ * One column is bound by memory, which AVX2's room already keeps busy. Many columns: the 16 lanes
+ * of the contract are one register, in AVX2's split order, so that x is prepared alike.
  */
 #if defined(__x86_64__)
 #define KIMI_VARIANT avx512
