@@ -229,8 +229,7 @@ SAMPLE_APART int sample_logprobs(const float *logits, int64_t n, const int32_t *
 int kimi_logprobs(const float *logits, int64_t n, const int32_t *ids, int64_t count,
                   double *logprob, int64_t top, int32_t *top_ids, double *top_logprob) {
     if (!logits || n < 1 || n > INT32_MAX || count < 0 || (count && (!ids || !logprob)) ||
-        top < 0 ||
-        top > n || top > KIMI_MAX_TOP || (top && (!top_ids || !top_logprob)))
+        top < 0 || top > n || top > KIMI_MAX_TOP || (top && (!top_ids || !top_logprob)))
         return KIMI_E_ARGUMENT;
     for (int64_t i = 0; i < count; i++)
         if (ids[i] < 0 || ids[i] >= n) return KIMI_E_ARGUMENT;

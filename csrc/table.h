@@ -24,7 +24,7 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
 
 /* Rooms of their own in AVX2 and NEON; AVX-512 shares AVX2's. */
 #define KIMI_VECTOR_KERNELS(K)                                                                    \
-    /* x, cols floats -> out, in the order the product wants, padded with +0 to a multiple of 16 */ \
+    /* x, cols floats -> out, in the order the product wants, padded with +0 to 16 */             \
     K(prepare, (int format, const float *x, int64_t cols, float *out))                            \
     /* the same for product_mxfp4, padded to a multiple of 128 */                                 \
     K(prepare_mxfp4, (const float *x, int64_t cols, float *out))                                  \
