@@ -218,7 +218,7 @@ def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session |
     outcome = Outcome(logprobs=logprobs)
     feed = opened.ids if part is None else []
     keeper: Keeper | None = None
-    heard = True
+    heard, stopped_by_hand = True, False
 
     def show(token: int) -> bool:
         text = shown.push(token) if shown else ""
@@ -240,7 +240,7 @@ def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session |
         stats = statistics(engine, plan, outcome, sampler)
         if as_json:
             result = result_object(opened.ids, outcome, shown, given, stats)
-            if outcome.ids or outcome.stop_reason != "interrupted":
+            if outcome.ids or stopped_by_hand or outcome.stop_reason != "interrupted":
                 put_json(result, outcome, tokenizer)
         else:
             console.put((rest if shown else ",".join(map(str, outcome.ids))) + "\n")
@@ -302,6 +302,9 @@ def _answer(settings: Settings, given: Given, wanted: Wanted, session: Session |
             generate(engine, job, outcome, emit)
         except console.OutputClosed:
             heard = False  # nobody is left to tell
+            raise
+        except KeyboardInterrupt:
+            stopped_by_hand = True
             raise
         finally:
             finish(engine)

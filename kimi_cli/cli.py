@@ -100,7 +100,17 @@ CONTEXT = click.option("--context", type=click.IntRange(1), help="Positions [102
 JSON = click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """The commands, out of which an interruption comes without a trace on stderr."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            raise console.Stopped from stop
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="kimi-k3-cpu", prog_name="kimi")
 def cli() -> None:
     """Run Kimi K3 on this CPU, exactly, in as little memory as you allow.

@@ -18,6 +18,11 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM arrived: handled as an interruption, with its own exit code."""
 
 
+class Stopped(Exception):
+    """An interruption on its way out through click, which would write an empty line for a
+    KeyboardInterrupt; `__cause__` is the interruption."""
+
+
 class OutputClosed(Exception):
     """The reader of stdout has gone away; there is nobody left to write for."""
 
@@ -83,7 +88,7 @@ def run(command: Callable[[], None]) -> int:
         command()
     except OutputClosed:
         return Exit.DONE
-    except (KeyboardInterrupt, click.Abort) as stop:  # click makes an Abort of an interruption
+    except (KeyboardInterrupt, Stopped, click.Abort) as stop:
         terminated = isinstance(stop.__cause__ or stop, Terminated)
         return Exit.TERMINATED if terminated else Exit.INTERRUPTED
     except SystemExit:  # how click takes a closed stdout
