@@ -388,3 +388,23 @@ def test_damaged_block_ends_the_run(tmp_path: Path) -> None:
             r"[0-9a-f]{8}, wanted [0-9a-f]{8}; .*kimi repack\n", text,
         ), text  # fmt: skip
     assert sorted(os.listdir(tmp_path)) == ["m"]
+
+
+def test_interrupted_prompt_still_gives_its_json() -> None:
+    process = subprocess.Popen(
+        [KIMI, "generate", "--ids", ",".join(["1"] * 4000), "--prefill-chunk", "1", "-n", "2",
+         "--json", "--progress", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if json.loads(line)["event"] in ("prefill", "layer"):
+            break
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    result = json.loads(out)
+    assert process.returncode == 130
+    assert (result["ids"], result["stop_reason"]) == ([], "interrupted")
+    assert len(result["prompt_ids"]) == 4000
