@@ -85,20 +85,28 @@ DENSE_INLINE __m256 widen_odd(__m256i w) {
     return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xFFFF0000u)));
 }
 
-/* Columns [c0, c0 + n) of row r as float32, split order for 16-bit formats, padded to 16. */
-DENSE_INLINE void tile_row(const kimi_matrix *w, int64_t r, int64_t c0, int64_t n, float *out) {
+/* Columns [c0, c0 + n) of row r as float32, padded to 16: the 16 columns of step s as two halves
+ * of 8, half i at out + s step + i half; split order for 16-bit formats. */
+DENSE_INLINE void tile_row(const kimi_matrix *w, int64_t r, int64_t c0, int64_t n, float *out,
+                           int64_t step, int64_t half) {
     int64_t c = 0;
     if (w->format == KIMI_F32) {
-        memcpy(out, (const float *)w->data + r * w->cols + c0, (size_t)n * sizeof *out);
-        for (c = n; c % 16; c++) out[c] = 0.0f;
+        const float *row = (const float *)w->data + r * w->cols + c0;
+        float tail[16] = {0.0f};
+        for (; c < n; c += 16) {
+            const float *from = row + c;
+            if (c + 16 > n) from = memcpy(tail, from, (size_t)(n - c) * sizeof *tail);
+            _mm256_storeu_ps(out + c / 16 * step, _mm256_loadu_ps(from));
+            _mm256_storeu_ps(out + c / 16 * step + half, _mm256_loadu_ps(from + 8));
+        }
         return;
     }
     if (w->format == KIMI_BF16) {
         const uint16_t *row = (const uint16_t *)w->data + r * w->cols + c0;
         for (; c < n; c += 16) {
             __m256i v = c + 16 <= n ? load_bits(row + c) : load_tail(row + c, n - c);
-            _mm256_storeu_ps(out + c, widen_even(v));
-            _mm256_storeu_ps(out + c + 8, widen_odd(v));
+            _mm256_storeu_ps(out + c / 16 * step, widen_even(v));
+            _mm256_storeu_ps(out + c / 16 * step + half, widen_odd(v));
         }
         return;
     }
@@ -107,14 +115,14 @@ DENSE_INLINE void tile_row(const kimi_matrix *w, int64_t r, int64_t c0, int64_t 
     for (; c < n; c += 64) {
         unpack_block(row + c / 64 * 96, table, weights);
         for (int i = 0; i < 4; i++) {
-            _mm256_storeu_ps(out + c + 16 * i, widen_even(weights[i]));
-            _mm256_storeu_ps(out + c + 16 * i + 8, widen_odd(weights[i]));
+            _mm256_storeu_ps(out + (c / 16 + i) * step, widen_even(weights[i]));
+            _mm256_storeu_ps(out + (c / 16 + i) * step + half, widen_odd(weights[i]));
         }
     }
     for (uint32_t e = decode_escape(w, r, c0); e < w->starts[r + 1]; e++) {
         int64_t column = (int64_t)(w->escapes[e] >> 16) - c0;
         if (column >= n) break;
-        out[column / 16 * 16 + (column & 1) * 8 + column % 16 / 2] =
+        out[column / 16 * step + (column & 1) * half + column % 16 / 2] =
             bf16_float((uint16_t)(w->escapes[e] & 0xFFFFu));
     }
 }

@@ -16,19 +16,10 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
 
-#define VEC __m256
-#define VEC_WIDTH 8
-#define vec_load _mm256_loadu_ps
-#define vec_store _mm256_storeu_ps
-#define vec_mul _mm256_mul_ps
-#define vec_fma _mm256_fmadd_ps
-#define vec_hold(v) __asm__("" : "+x"(v))
-#define BATCH_TARGET AVX2
-#define BATCH_ROWS 1 /* not used here */
-#define BATCH_COLUMNS 1
-#define SCALED_ROWS 4
-#define SCALED_COLUMNS 2
-#include "batch.h"
+#define STEPS 8
+#include "panel_avx2.h"
+
+enum { STREAMS = 3 };
 
 /* A 4 x 4 transpose takes columns 4l + j of a half group to vector j, lane l. */
 AVX2 void prepare_mxfp4_avx2(const float *x, int64_t cols, float *out) {
@@ -125,12 +116,13 @@ AVX2_INLINE float end_lanes(const __m256 acc[2]) {
 /* `streams` rows, `step` apart, times one column. */
 AVX2_INLINE void column_rows(const uint8_t *packed, const uint8_t *scales, int64_t row,
                              int64_t step, int streams, int64_t groups, const float *x, float *y) {
-    __m256 acc[2][2];
+    __m256 acc[STREAMS][2];
     for (int i = 0; i < streams; i++) acc[i][0] = acc[i][1] = _mm256_setzero_ps();
     int64_t s = 0;
     for (; 4 * s + 4 <= groups; s++)
         for (int i = 0; i < streams; i++) {
             int64_t at = (row + i * step) * groups + 4 * s;
+            _mm_prefetch((const char *)(packed + at * 16 + 512), _MM_HINT_T0);
             multiply_super(packed + at * 16, scales + at, x + 128 * s, acc[i]);
         }
     for (int i = 0; i < streams; i++) {
@@ -144,40 +136,73 @@ AVX2_INLINE void column_rows(const uint8_t *packed, const uint8_t *scales, int64
     }
 }
 
-AVX2_INLINE void tile_super(const uint8_t *w, const uint8_t *scales, int64_t groups, int64_t s,
-                            scaled_super *out) {
-    super_block b;
-    __m256 weights[8], scale[2];
-    locate(&b, w, scales, groups, s);
-    expand_scales(b.scales, scale);
-    for (int i = 0; i < 2; i++) {
-        expand(_mm256_loadu_si256((const __m256i *)(const void *)(b.w + 32 * i)), weights);
-        for (int j = 0; j < 8; j++) _mm256_storeu_ps(out->step[j] + 8 * i, weights[j]);
-        _mm256_storeu_ps(out->factor + 8 * i, scale[i]);
+typedef struct {
+    const uint8_t *packed, *scales;
+    int64_t groups;
+} expert_rows;
+
+AVX2_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps, int r,
+                              w_panel *out) {
+    const expert_rows *e = weights;
+    for (int64_t s = 0; s < steps / 8; s++) {
+        super_block b;
+        __m256 w[8], scale[2];
+        locate(&b, e->packed + row * e->groups * 16, e->scales + row * e->groups, e->groups,
+               first / 8 + s);
+        expand_scales(b.scales, scale);
+        for (int i = 0; i < 2; i++) {
+            expand(_mm256_loadu_si256((const __m256i *)(const void *)(b.w + 32 * i)), w);
+            for (int j = 0; j < 8; j++) _mm256_store_ps(out->at[i][8 * s + j][r], w[j]);
+            _mm256_store_ps(out->factor[i][s][r], scale[i]);
+        }
     }
 }
 
-/* `rows` (at most SCALED_ROWS) rows times `count` (at most KIMI_BATCH) columns. */
-AVX2 static void product_tile(const uint8_t *w, const uint8_t *scales, int64_t rows,
-                              int64_t groups, const float *x, int64_t x_stride, int64_t count,
-                              float *y, int64_t y_stride) {
-    scaled_super tile[SCALED_ROWS][TILE_SUPERS] __attribute__((aligned(64)));
-    float lanes[SCALED_ROWS][KIMI_BATCH][16] __attribute__((aligned(64)));
-    memset(lanes, 0, sizeof lanes);
-    int64_t all = (groups + 3) / 4;
-    for (int64_t s0 = 0; s0 < all; s0 += TILE_SUPERS) {
-        int64_t supers = all - s0 < TILE_SUPERS ? all - s0 : TILE_SUPERS;
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t s = 0; s < supers; s++)
-                tile_super(w + r * groups * 16, scales + r * groups, groups, s0 + s, tile[r] + s);
-#define TILE(r, tall, t, wide)                                                                    \
-    scaled_tile(tile + (r), tall, x + (t) * x_stride + 128 * s0, x_stride, wide, supers,          \
-                lanes[r][t], KIMI_BATCH * 16)
-        BATCH_EDGES(TILE, rows, count, SCALED_ROWS, SCALED_COLUMNS)
-#undef TILE
-    }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < count; t++) y[t * y_stride + r] = lanes_sum(lanes[r][t]);
+AVX2_INLINE void multiply_panel(const w_panel *w, const x_panel *x, int64_t steps,
+                                sum_panel *out) {
+    for (int i = 0; i < 2; i++)
+        for (int64_t s = 0; s < steps; s += 8) {
+            __m256 p[WIDE][TALL], row[TALL];
+            for (int r = 0; r < TALL; r++) row[r] = _mm256_load_ps(w->at[i][s][r]);
+            for (int t = 0; t < WIDE; t++) {
+                __m256 column = _mm256_load_ps(x->at[i][s][t]);
+                for (int r = 0; r < TALL; r++) p[t][r] = _mm256_mul_ps(row[r], column);
+            }
+#pragma GCC unroll 8
+            for (int64_t j = s + 1; j < s + 8; j++) {
+                for (int r = 0; r < TALL; r++) row[r] = panel_load(w->at[i][j][r]);
+                for (int t = 0; t < WIDE; t++) {
+                    __m256 column = panel_load(x->at[i][j][t]);
+                    for (int r = 0; r < TALL; r++)
+                        p[t][r] = _mm256_fmadd_ps(row[r], column, p[t][r]);
+                }
+            }
+            for (int r = 0; r < TALL; r++) row[r] = _mm256_load_ps(w->factor[i][s / 8][r]);
+            for (int t = 0; t < WIDE; t++)
+                for (int r = 0; r < TALL; r++) {
+                    float *sum = out->at[i][t][r];
+                    _mm256_store_ps(sum, _mm256_fmadd_ps(p[t][r], row[r], _mm256_load_ps(sum)));
+                }
+        }
+}
+
+AVX2_INLINE const char *panel_bytes(const void *weights, int64_t row, int64_t step) {
+    const expert_rows *e = weights;
+    int64_t at = step / 2 < e->groups ? step / 2 : e->groups;
+    return (const char *)e->packed + (row * e->groups + at) * 16;
+}
+
+AVX2 static void product_block(const expert_rows *w, int64_t lo, int64_t rows, const float *x,
+                               int64_t x_stride, int64_t count, float *y, int64_t y_stride) {
+    block_sums sums __attribute__((aligned(64)));
+    const panel_format format = {decode_panel, multiply_panel, panel_bytes};
+    panel_block(format, w, lo, rows, (w->groups + 3) / 4 * 8, x, x_stride, count, &sums);
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t r = 0; r < rows; r++) {
+            __m256 v[2];
+            panel_lanes(&sums, r, t, v);
+            y[t * y_stride + lo + r] = end_lanes(v);
+        }
 }
 
 AVX2 void product_mxfp4_avx2(const uint8_t *packed, const uint8_t *scales, int64_t lo, int64_t hi,
@@ -185,19 +210,18 @@ AVX2 void product_mxfp4_avx2(const uint8_t *packed, const uint8_t *scales, int64
                              float *y, int64_t y_stride) {
     int64_t groups = cols / 32;
     if (count == 1) {
-        int64_t step = (hi - lo) / 2;
+        int64_t step = (hi - lo) / STREAMS;
         for (int64_t r = lo; r < lo + step; r++)
-            column_rows(packed, scales, r, step, 2, groups, x, y);
-        for (int64_t r = lo + 2 * step; r < hi; r++)
+            column_rows(packed, scales, r, step, STREAMS, groups, x, y);
+        for (int64_t r = lo + STREAMS * step; r < hi; r++)
             column_rows(packed, scales, r, 0, 1, groups, x, y);
         return;
     }
-    for (int64_t r = lo; r < hi; r += SCALED_ROWS)
-        for (int64_t t = 0; t < count; t += KIMI_BATCH)
-            product_tile(packed + r * groups * 16, scales + r * groups,
-                         hi - r < SCALED_ROWS ? hi - r : SCALED_ROWS, groups, x + t * x_stride,
-                         x_stride, count - t < KIMI_BATCH ? count - t : KIMI_BATCH,
-                         y + t * y_stride + r, y_stride);
+    const expert_rows w = {packed, scales, groups};
+    for (int64_t r = lo; r < hi; r += BLOCK)
+        for (int64_t t = 0; t < count; t += BATCH)
+            product_block(&w, r, hi - r < BLOCK ? hi - r : BLOCK, x + t * x_stride, x_stride,
+                          count - t < BATCH ? count - t : BATCH, y + t * y_stride, y_stride);
 }
 #else
 typedef int kimi_no_avx2_mxfp4;

@@ -79,6 +79,7 @@ AVX512_INLINE void column_rows(const uint8_t *packed, const uint8_t *scales, int
     for (; g + 4 <= groups; g += 4)
         for (int i = 0; i < streams; i++) {
             int64_t at = (row + i * step) * groups + g;
+            _mm_prefetch((const char *)(packed + at * 16 + 512), _MM_HINT_T0);
             acc[i] = multiply_super(packed + at * 16, scales + at, 4, x + 32 * g, acc[i]);
         }
     for (int i = 0; i < streams; i++) {

@@ -3,7 +3,7 @@
  * bf16 weights are widened by shift and mask, which parts even columns from odd ones; so x is
  * prepared as [even 8 | odd 8] per 16 columns and the lanes live in that order ("split"). float32
  * weights keep column order ("natural"). One column streams four rows far apart; many columns
- * multiply a decoded tile of rows that stays in the first-level cache.
+ * multiply decoded panels.
  */
 #if defined(__x86_64__)
 #define KIMI_VARIANT avx2
@@ -13,21 +13,10 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
 
-#define VEC __m256
-#define VEC_WIDTH 8
-#define vec_load _mm256_loadu_ps
-#define vec_store _mm256_storeu_ps
-#define vec_mul _mm256_mul_ps
-#define vec_fma _mm256_fmadd_ps
-#define vec_hold(v) __asm__("" : "+x"(v))
-#define BATCH_TARGET AVX2
-#define BATCH_ROWS 3
-#define BATCH_COLUMNS 2
-#define SCALED_ROWS 1 /* not used here */
-#define SCALED_COLUMNS 1
-#include "batch.h"
+#define STEPS 24
+#include "panel_avx2.h"
 
-enum { STREAMS = 4, TILE_ROWS = 6 };
+enum { STREAMS = 4 };
 
 AVX2 void prepare_avx2(int format, const float *x, int64_t cols, float *out) {
     int64_t c = 0;
@@ -130,6 +119,7 @@ AVX2_INLINE void rows_packed(const kimi_matrix *w, int64_t row, int64_t step, in
                 __m256i weights[4];
                 const uint8_t *block = from[i] + c / 64 * 96;
                 _mm_prefetch((const char *)(block + 1024), _MM_HINT_T0);
+                _mm_prefetch((const char *)(block + 1088), _MM_HINT_T0); /* 96 bytes: 2 lines */
                 unpack_block(block, table, weights);
                 multiply_block(acc + i, weights, x + c);
             }
@@ -164,25 +154,51 @@ AVX2 static void product_column(const kimi_matrix *w, int64_t lo, int64_t hi, co
     for (; lo < hi; lo++) column_rows(w, lo, 0, 1, x, y);
 }
 
-/* `rows` (at most TILE_ROWS) rows times `count` (at most KIMI_BATCH) columns. */
-AVX2 static void product_tile(const kimi_matrix *w, int64_t r0, int64_t rows, const float *x,
-                              int64_t x_stride, int64_t count, float *y, int64_t y_stride) {
-    float tile[TILE_ROWS][TILE_COLUMNS] __attribute__((aligned(64)));
-    float lanes[TILE_ROWS][KIMI_BATCH][16] __attribute__((aligned(64)));
-    memset(lanes, 0, sizeof lanes);
-    for (int64_t c0 = 0; c0 < w->cols; c0 += TILE_COLUMNS) {
-        int64_t n = w->cols - c0 < TILE_COLUMNS ? w->cols - c0 : TILE_COLUMNS;
-        for (int64_t r = 0; r < rows; r++) tile_row(w, r0 + r, c0, n, tile[r]);
-#define TILE(r, tall, t, wide)                                                                    \
-    dense_tile(tile + (r), tall, x + (t) * x_stride + c0, x_stride, wide, n, lanes[r][t],         \
-               KIMI_BATCH * 16)
-        BATCH_EDGES(TILE, rows, count, BATCH_ROWS, BATCH_COLUMNS)
-#undef TILE
+AVX2_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps, int r,
+                              w_panel *out) {
+    const kimi_matrix *w = weights;
+    int64_t c0 = 16 * first, n = w->cols - c0 < 16 * steps ? w->cols - c0 : 16 * steps;
+    tile_row(w, row, c0, n, out->at[0][0][r], TALL * 8, STEPS * TALL * 8);
+}
+
+AVX2_INLINE void multiply_panel(const w_panel *w, const x_panel *x, int64_t steps,
+                                sum_panel *out) {
+    for (int i = 0; i < 2; i++) {
+        __m256 acc[WIDE][TALL];
+        for (int t = 0; t < WIDE; t++)
+            for (int r = 0; r < TALL; r++) acc[t][r] = _mm256_load_ps(out->at[i][t][r]);
+        for (int64_t s = 0; s < steps; s++) {
+            __m256 row[TALL];
+            for (int r = 0; r < TALL; r++) row[r] = panel_load(w->at[i][s][r]);
+            for (int t = 0; t < WIDE; t++) {
+                __m256 column = panel_load(x->at[i][s][t]);
+                for (int r = 0; r < TALL; r++)
+                    acc[t][r] = _mm256_fmadd_ps(row[r], column, acc[t][r]);
+            }
+        }
+        for (int t = 0; t < WIDE; t++)
+            for (int r = 0; r < TALL; r++) _mm256_store_ps(out->at[i][t][r], acc[t][r]);
     }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < count; t++) {
-            lanes16 v = {_mm256_loadu_ps(lanes[r][t]), _mm256_loadu_ps(lanes[r][t] + 8)};
-            y[t * y_stride + r0 + r] = lanes_end(v, w->format != KIMI_F32);
+}
+
+AVX2_INLINE const char *panel_bytes(const void *weights, int64_t row, int64_t step) {
+    const kimi_matrix *w = weights;
+    int64_t at = row * w->cols + (16 * step < w->cols ? 16 * step : w->cols);
+    return (const char *)w->data + (w->format == KIMI_F32    ? at * 4
+                                    : w->format == KIMI_BF16 ? at * 2
+                                                             : at / 64 * 96);
+}
+
+AVX2 static void product_block(const kimi_matrix *w, int64_t lo, int64_t rows, const float *x,
+                               int64_t x_stride, int64_t count, float *y, int64_t y_stride) {
+    block_sums sums __attribute__((aligned(64)));
+    const panel_format format = {decode_panel, multiply_panel, panel_bytes};
+    panel_block(format, w, lo, rows, (w->cols + 15) / 16, x, x_stride, count, &sums);
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t r = 0; r < rows; r++) {
+            __m256 v[2];
+            panel_lanes(&sums, r, t, v);
+            y[t * y_stride + lo + r] = lanes_end((lanes16){v[0], v[1]}, w->format != KIMI_F32);
         }
 }
 
@@ -192,13 +208,10 @@ AVX2 void product_avx2(const kimi_matrix *w, int64_t lo, int64_t hi, const float
         product_column(w, lo, hi, x, y);
         return;
     }
-    for (int64_t r = lo; r < hi; r += TILE_ROWS) {
-        int64_t rows = hi - r < TILE_ROWS ? hi - r : TILE_ROWS;
-        for (int64_t t = 0; t < count; t += KIMI_BATCH)
-            product_tile(w, r, rows, x + t * x_stride, x_stride,
-                         count - t < KIMI_BATCH ? count - t : KIMI_BATCH, y + t * y_stride,
-                         y_stride);
-    }
+    for (int64_t r = lo; r < hi; r += BLOCK)
+        for (int64_t t = 0; t < count; t += BATCH)
+            product_block(w, r, hi - r < BLOCK ? hi - r : BLOCK, x + t * x_stride, x_stride,
+                          count - t < BATCH ? count - t : BATCH, y + t * y_stride, y_stride);
 }
 #else
 typedef int kimi_no_avx2_product;

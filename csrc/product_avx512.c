@@ -34,7 +34,7 @@ AVX512 static void product_tile(const kimi_matrix *w, int64_t r0, int64_t rows, 
     memset(lanes, 0, sizeof lanes);
     for (int64_t c0 = 0; c0 < w->cols; c0 += TILE_COLUMNS) {
         int64_t n = w->cols - c0 < TILE_COLUMNS ? w->cols - c0 : TILE_COLUMNS;
-        for (int64_t r = 0; r < rows; r++) tile_row(w, r0 + r, c0, n, tile[r]);
+        for (int64_t r = 0; r < rows; r++) tile_row(w, r0 + r, c0, n, tile[r], 16, 8);
 #define TILE(r, tall, t, wide)                                                                    \
     dense_tile(tile + (r), tall, x + (t) * x_stride + c0, x_stride, wide, n, lanes[r][t],         \
                KIMI_BATCH * 16)
