@@ -99,6 +99,21 @@ int kimi_product_mxfp4(const uint8_t *packed, const uint8_t *scales, int64_t row
                        const float *x, int64_t x_stride, int64_t count, float *y,
                        int64_t y_stride, float *scratch);
 
+/* Rows of an MXFP4 matrix: packed [rows][cols / 2], scales [rows][cols / 32]. */
+typedef struct {
+    const uint8_t *packed;
+    const uint8_t *scales;
+} kimi_mxfp4;
+
+/* y = W2 situ(W1 x, W3 x) for `count` columns; W1, W3 [inter][latent], W2 [latent][inter], both
+ * multiples of 32. gate and up are [count][inter]: W1 x, overwritten, and W3 x.
+ * `scratch` holds kimi_expert_scratch(latent, inter, count) floats. */
+int64_t kimi_expert_scratch(int64_t latent, int64_t inter, int64_t count);
+int kimi_expert(const kimi_mxfp4 *w1, const kimi_mxfp4 *w3, const kimi_mxfp4 *w2, int64_t latent,
+                int64_t inter, float beta, float linear_beta, const float *x, int64_t x_stride,
+                int64_t count, float *gate, float *up, float *y, int64_t y_stride,
+                float *scratch);
+
 /* Index of the first scale byte of 255 (NaN), or -1. */
 int64_t kimi_scale_nan(const uint8_t *scales, int64_t n);
 

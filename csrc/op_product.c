@@ -23,10 +23,13 @@ int kimi_product(const kimi_matrix *w, const float *x, int64_t x_stride, int64_t
     if (bad) return bad;
     if (!x || !y || !scratch || count < 1) return KIMI_E_ARGUMENT;
     int64_t stride = padded(w->cols);
+    if (count == 1) kimi_kernels()->prepare(w->format, x, w->cols, scratch); /* no barrier */
     PARALLEL_BEGIN(w->rows * w->cols * count)
+    if (count > 1) {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < count; t++)
-        kernels->prepare(w->format, x + t * x_stride, w->cols, scratch + t * stride);
+        for (int64_t t = 0; t < count; t++)
+            kernels->prepare(w->format, x + t * x_stride, w->cols, scratch + t * stride);
+    }
     int64_t lo, hi;
     part_of(w->rows, 4, part, parts, &lo, &hi);
     kernels->product(w, lo, hi, scratch, stride, count, y, y_stride);
@@ -41,10 +44,9 @@ int kimi_product_mxfp4(const uint8_t *packed, const uint8_t *scales, int64_t row
         count < 1)
         return KIMI_E_ARGUMENT;
     int64_t stride = padded(cols);
-    PARALLEL_BEGIN(rows * cols * count)
-#pragma omp for schedule(static)
     for (int64_t t = 0; t < count; t++)
-        kernels->prepare_mxfp4(x + t * x_stride, cols, scratch + t * stride);
+        kimi_kernels()->prepare_mxfp4(x + t * x_stride, cols, scratch + t * stride);
+    PARALLEL_BEGIN(rows * cols * count)
     int64_t lo, hi;
     part_of(rows, 4, part, parts, &lo, &hi);
     kernels->product_mxfp4(packed, scales, lo, hi, cols, scratch, stride, count, y, y_stride);

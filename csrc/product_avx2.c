@@ -21,11 +21,13 @@ enum { STREAMS = 4 };
 AVX2 void prepare_avx2(int format, const float *x, int64_t cols, float *out) {
     int64_t c = 0;
     if (format != KIMI_F32) {
-        for (; c + 16 <= cols; c += 16)
-            for (int i = 0; i < 8; i++) {
-                out[c + i] = x[c + 2 * i];
-                out[c + 8 + i] = x[c + 2 * i + 1];
-            }
+        for (; c + 16 <= cols; c += 16) {
+            __m256 a = _mm256_loadu_ps(x + c), b = _mm256_loadu_ps(x + c + 8);
+            __m256d even = _mm256_castps_pd(_mm256_shuffle_ps(a, b, 0x88)); /* a b a b, in pairs */
+            __m256d odd = _mm256_castps_pd(_mm256_shuffle_ps(a, b, 0xDD));
+            _mm256_storeu_ps(out + c, _mm256_castpd_ps(_mm256_permute4x64_pd(even, 0xD8)));
+            _mm256_storeu_ps(out + c + 8, _mm256_castpd_ps(_mm256_permute4x64_pd(odd, 0xD8)));
+        }
         if (c == cols) return;
         for (int i = 0; i < 16; i++)
             out[c + (i & 1) * 8 + i / 2] = c + i < cols ? x[c + i] : 0.0f;

@@ -230,12 +230,9 @@ class Model:
         """out = down situ(gate x, up x)."""
         self._product(layer, f"{name}.gate_proj", x, gate)
         self._product(layer, f"{name}.up_proj", x, up)
-        self._situ(gate, up)
+        beta, linear_beta = self._config.situ_beta, self._config.situ_linear_beta
+        native.situ(gate, up, beta, linear_beta, gate)
         self._product(layer, f"{name}.down_proj", gate, out)
-
-    def _situ(self, gate: F32, up: F32) -> None:
-        """gate = situ(gate, up)."""
-        native.situ(gate, up, self._config.situ_beta, self._config.situ_linear_beta, gate)
 
     def _moe(self, state: State, number: int, layer: Layer, x: F32, out: F32) -> None:
         config, v, count, moe = self._config, layer.vectors, len(x), "block_sparse_moe."
@@ -262,6 +259,7 @@ class Model:
     def _routed(self, ids: NDArray[np.int32], latent: F32, buffers: dict[str, F32]) -> None:
         """Fills buffers["experts"] [T, k, latent], each expert for all its tokens as it arrives."""
         outputs = buffers["experts"]
+        beta, linear_beta = self._config.situ_beta, self._config.situ_linear_beta
         for expert, w in self._experts.arrivals():
             tokens, places = np.nonzero(ids == expert)
             few = len(tokens)
@@ -269,10 +267,7 @@ class Model:
             gate, up = buffers["w1"][:few], buffers["w3"][:few]
             np.take(latent, tokens, axis=0, out=z, mode="clip")  # without a copy
             with self._span(KERNEL, f"expert {expert}"):
-                native.product_mxfp4(w.w1_packed, w.w1_scale, z, gate, self._scratch)
-                native.product_mxfp4(w.w3_packed, w.w3_scale, z, up, self._scratch)
-                self._situ(gate, up)
-                native.product_mxfp4(w.w2_packed, w.w2_scale, gate, y, self._scratch)
+                native.expert(w, z, gate, up, y, beta, linear_beta, self._scratch)
             outputs[tokens, places] = y
 
     def _head(self, blocks: list[F32], prefix: F32, count: int) -> F32:

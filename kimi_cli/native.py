@@ -206,6 +206,62 @@ def product_mxfp4(packed: U8, scales: U8, x: F32, y: F32, scratch: F32) -> None:
     _done(status, "kimi_product_mxfp4")
 
 
+def _mxfp4(packed: U8, scales: U8, rows: int, cols: int) -> Any:
+    """The matrix as the kernels take it; packed [rows, cols/2] and scales [rows, cols/32]."""
+    if packed.shape != (rows, cols // 2) or scales.shape != (rows, cols // 32) or cols % 32:
+        raise ValueError(f"{packed.shape} and {scales.shape} are no MXFP4 of {rows} x {cols}")
+    struct = ffi.new("kimi_mxfp4 *")
+    struct.packed = ffi.cast("uint8_t *", _raw(packed, np.uint8))
+    struct.scales = ffi.cast("uint8_t *", _raw(scales, np.uint8))
+    return struct
+
+
+def expert_scratch_floats(latent: int, inter: int, count: int) -> int:
+    """Floats of scratch that `expert` needs for `count` tokens."""
+    return int(lib.kimi_expert_scratch(latent, inter, count))
+
+
+def expert(
+    weights: Sequence[U8],
+    x: F32,
+    gate: F32,
+    up: F32,
+    y: F32,
+    beta: float,
+    linear_beta: float,
+    scratch: F32,
+) -> None:
+    """y [count, latent] = W2 situ(W1 x, W3 x) of a routed expert, x [count, latent].
+
+    `weights` are packed and scales of W1, W2, W3 in turn, W1 and W3 [inter, latent] and W2
+    [latent, inter]; `gate` and `up`, [count, inter], are left with values on the way.
+    """
+    (w1, s1, w2, s2, w3, s3), (count, inter) = weights, gate.shape
+    latent = w1.shape[1] * 2
+    x_ptr, x_stride = _rows(x, latent)
+    y_ptr, y_stride = _rows(y, latent)
+    if not len(x) == len(y) == count:
+        raise ValueError("x, y and gate differ in count")
+    status = lib.kimi_expert(
+        _mxfp4(w1, s1, inter, latent),
+        _mxfp4(w3, s3, inter, latent),
+        _mxfp4(w2, s2, latent, inter),
+        latent,
+        inter,
+        beta,
+        linear_beta,
+        x_ptr,
+        x_stride,
+        count,
+        _flat(gate, count, inter),
+        _flat(up, count, inter),
+        y_ptr,
+        y_stride,
+        _scratch(scratch, expert_scratch_floats(latent, inter, count)),
+    )
+    _done(status, "kimi_expert")
+
+
 def scale_nan(scales: U8) -> int:
     """Index of the first scale byte that means NaN, or -1."""
     pointer = ffi.from_buffer("uint8_t[]", scales)

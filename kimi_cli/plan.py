@@ -24,8 +24,11 @@ MAX_CHUNK = 256
 FLOOR_SLOTS = 4
 RING = 32 * MIB
 MAX_RING = 256 * MIB
-THREAD = 256 << 10
-"""Touched stack and bookkeeping of one thread."""
+THREAD = 320 << 10
+"""Touched stack and bookkeeping of a thread that computes: most are the sums of one block of a
+batched product."""
+READER = 256 << 10
+"""The same of one that reads."""
 ROUNDING = 8 * MIB
 """Page tables, allocator slack and partly used pages."""
 SIZE_STEP = MIB
@@ -146,8 +149,10 @@ def block_heads(config: Config, units: Sequence[Unit]) -> int:
 
 def _buffers(config: Config, units: Sequence[Unit], request: Request, chunk: int) -> Buffers:
     heads = block_heads(config, units)
-    cols = max([m.cols for u in units for m in u.matrices] + [config.moe_intermediate_size])
-    scratch = max(round_up(cols, 128), heads * round_up(config.kv_lora_rank, 128)) * chunk
+    cols = round_up(max(m.cols for u in units for m in u.matrices), 128)
+    latent, inter = config.routed_expert_hidden_size, config.moe_intermediate_size
+    expert = round_up(latent, 128) + round_up(inter, 128)
+    scratch = max(cols, expert, heads * round_up(config.kv_lora_rank, 128)) * chunk
     attend = request.threads * (4 * request.context + 8192)
     logits = chunk if request.all_logits else 1
     return model_buffers(config, chunk, logits, heads, scratch, attend)
@@ -248,7 +253,7 @@ def _assemble(
         "ring": plan.ring,
         "expert_slots": plan.slots * plan.slot_bytes,
         "pinned_trunk": plan.pinned_bytes,
-        "threads": (request.threads + request.readers) * THREAD,
+        "threads": request.threads * THREAD + request.readers * READER,
         "rounding": ROUNDING,
     }
     return replace(plan, items=items)

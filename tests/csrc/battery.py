@@ -68,6 +68,24 @@ def mxfp4_case(count):
     return case
 
 
+def expert_case(count):
+    rng = generator("battery expert", count)
+    shapes = [(288, 160), (160, 288), (288, 160)]
+    weights = []
+    for rows, cols in shapes:
+        weights.append(rng.integers(0, 256, (rows, cols // 2), dtype=np.uint8))
+        weights.append(rng.choice([60, 90, 120], (rows, cols // 32)).astype(np.uint8))
+    x = fading(rng, (count, 160))
+
+    def case():
+        gate, up, y = blank(count, 288), blank(count, 288), blank(count, 160)
+        work = blank(native.expert_scratch_floats(160, 288, count))
+        native.expert(weights, x, gate, up, y, 4.0, 25.0, work)
+        return [gate, up, y]
+
+    return case
+
+
 def elementwise_case(function):
     rng = generator("battery", function.__name__)
     x = np.concatenate([fading(rng, 20000), floats(rng, 20000) * 30, -100 + floats(rng, 20000) * 4])
@@ -243,6 +261,7 @@ CASES = {
         for count in (1, 5)
     },
     **{f"product_mxfp4 x{count}": mxfp4_case(count) for count in (1, 5)},
+    **{f"expert x{count}": expert_case(count) for count in (1, 5)},
     **{f.__name__: elementwise_case(f) for f in (native.exp, native.sigmoid, native.tanh)},
     **{name: binary_case(name) for name in ("add", "gate", "situ")},
     **norm_cases(),
