@@ -32,7 +32,7 @@ KIMI_INLINE float mla_dot(const float *a, const float *b, int64_t n) {
     return lanes_sum(lanes);
 }
 
-/* Up to KIMI_HEAD_GROUP heads over the first `positions` cache rows; scratch holds one float per
+/* Up to KIMI_HEADS heads over the first `positions` cache rows; scratch holds one float per
  * head and position, then rank floats. */
 KIMI_TARGET void KIMI_FN(attend)(const float *cache, int64_t positions, int64_t heads,
                                  int64_t rank, int64_t rope, const float *q, float scale,

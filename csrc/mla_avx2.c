@@ -1,7 +1,7 @@
 /* mla_avx2.c: latent attention for AVX2 and FMA.
  *
- * Up to KIMI_HEAD_GROUP heads go over the cache together, so that each of its rows is loaded once
- * for all of them; accumulators stay in registers.
+ * KIMI_HEAD_GROUP heads share each load of the cache, two of its rows each load of the queries;
+ * accumulators stay in registers.
  */
 #if defined(__x86_64__)
 #define KIMI_VARIANT avx2
@@ -13,7 +13,7 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
 
-enum { ABSORB_ROWS = 32, ABSORB_COLUMNS = 64, VALUE_WIDE = 16 };
+enum { ABSORB_ROWS = 32, ABSORB_COLUMNS = 64, SCORE_ROWS = 2, VALUE_WIDE = 16 };
 
 /* out (wide columns from c0 on) += rows times q, for every token; the tile is in split order for
  * 16-bit weights, and so is `out` until it is finished. */
@@ -65,30 +65,42 @@ AVX2 void absorb_avx2(const kimi_matrix *w, int64_t lo, int64_t nope, const floa
     }
 }
 
-/* Scores of one cache row against `heads` queries; heads is a constant at every call. */
-AVX2_INLINE void score_row(const float *row, const float *q, int64_t width, int heads, float scale,
-                           float *out, int64_t out_stride) {
-    lanes16 acc[KIMI_HEAD_GROUP];
-    for (int h = 0; h < heads; h++) acc[h].a = acc[h].b = _mm256_setzero_ps();
-    int64_t c = 0;
-    for (; c + 16 <= width; c += 16) {
-        __m256 a = _mm256_loadu_ps(row + c), b = _mm256_loadu_ps(row + c + 8);
-        for (int h = 0; h < heads; h++) {
-            const float *from = q + h * width + c;
-            acc[h].a = _mm256_fmadd_ps(_mm256_loadu_ps(from), a, acc[h].a);
-            acc[h].b = _mm256_fmadd_ps(_mm256_loadu_ps(from + 8), b, acc[h].b);
-        }
+/* Scores of `rows` cache rows against `heads` queries, half of the 16 lanes after the other; both
+ * are constants at every call. */
+AVX2_INLINE void score_rows(const float *cache, int rows, const float *q, int64_t width, int heads,
+                            float scale, float *out, int64_t out_stride) {
+    float tail[SCORE_ROWS + KIMI_HEAD_GROUP][16];
+    int64_t whole = width / 16 * 16, left = width - whole;
+    __m256 half[2][SCORE_ROWS][KIMI_HEAD_GROUP];
+    if (left) {
+        memset(tail, 0, sizeof tail);
+        for (int r = 0; r < rows; r++)
+            memcpy(tail[r], cache + r * width + whole, (size_t)left * sizeof *cache);
+        for (int h = 0; h < heads; h++)
+            memcpy(tail[SCORE_ROWS + h], q + h * width + whole, (size_t)left * sizeof *q);
     }
-    for (int h = 0; h < heads; h++) {
-        if (c < width) {
-            float k[16] = {0.0f}, from[16] = {0.0f};
-            memcpy(k, row + c, (size_t)(width - c) * sizeof *k);
-            memcpy(from, q + h * width + c, (size_t)(width - c) * sizeof *from);
-            acc[h].a = _mm256_fmadd_ps(_mm256_loadu_ps(from), _mm256_loadu_ps(k), acc[h].a);
-            acc[h].b = _mm256_fmadd_ps(_mm256_loadu_ps(from + 8), _mm256_loadu_ps(k + 8), acc[h].b);
+    for (int i = 0; i < 2; i++) {
+        __m256 acc[SCORE_ROWS][KIMI_HEAD_GROUP], row[SCORE_ROWS];
+        for (int r = 0; r < rows; r++)
+            for (int h = 0; h < heads; h++) acc[r][h] = _mm256_setzero_ps();
+        for (int64_t c = 8 * i; c < whole; c += 16) {
+            for (int r = 0; r < rows; r++) row[r] = _mm256_loadu_ps(cache + r * width + c);
+            for (int h = 0; h < heads; h++) {
+                __m256 query = _mm256_loadu_ps(q + h * width + c);
+                for (int r = 0; r < rows; r++)
+                    acc[r][h] = _mm256_fmadd_ps(query, row[r], acc[r][h]);
+            }
         }
-        out[h * out_stride] = lanes_end(acc[h], 0) * scale;
+        for (int r = 0; r < rows; r++)
+            for (int h = 0; h < heads; h++)
+                half[i][r][h] = left ? _mm256_fmadd_ps(_mm256_loadu_ps(tail[SCORE_ROWS + h] + 8 * i),
+                                                       _mm256_loadu_ps(tail[r] + 8 * i), acc[r][h])
+                                     : acc[r][h];
     }
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < heads; h++)
+            out[h * out_stride + r] =
+                lanes_end((lanes16){half[0][r][h], half[1][r][h]}, 0) * scale;
 }
 
 /* out[h][c .. c + VALUE_WIDE) += one block of positions; heads is a constant at every call. */
@@ -115,7 +127,7 @@ AVX2_INLINE void value_columns(const float *cache, int64_t width, int64_t count,
 
 AVX2 void attend_avx2(const float *cache, int64_t positions, int64_t heads, int64_t rank,
                       int64_t rope, const float *q, float scale, float *out, float *scratch) {
-    attend_group(cache, positions, heads, rank, rope, q, scale, out, scratch);
+    attend_heads(cache, positions, heads, rank, rope, q, scale, out, scratch);
 }
 #else
 typedef int kimi_no_avx2_mla;

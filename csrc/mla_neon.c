@@ -1,7 +1,6 @@
 /* mla_neon.c: latent attention for NEON.
  *
- * Up to KIMI_HEAD_GROUP heads go over the cache together, so that each of its rows is loaded once
- * for all of them; 16 accumulators stay in registers.
+ * KIMI_HEAD_GROUP heads share each load of the cache; 16 accumulators stay in registers.
  */
 #if defined(__aarch64__)
 #define KIMI_VARIANT neon
@@ -9,7 +8,7 @@
 #include "dense_neon.h"
 #include "softmax.h"
 
-enum { ABSORB_ROWS = 32, ABSORB_COLUMNS = 64, VALUE_WIDE = 16 };
+enum { ABSORB_ROWS = 32, ABSORB_COLUMNS = 64, SCORE_ROWS = 1, VALUE_WIDE = 16 };
 
 /* out (`vectors` of 4 columns) += rows times q; rows are ABSORB_COLUMNS apart. */
 KIMI_INLINE void absorb_tile(const float *tile, int64_t rows, int vectors, const float *q,
@@ -50,8 +49,9 @@ void absorb_neon(const kimi_matrix *w, int64_t lo, int64_t nope, const float *q,
 }
 
 /* Scores of one cache row against `heads` queries; heads is a constant at every call. */
-KIMI_INLINE void score_row(const float *row, const float *q, int64_t width, int heads, float scale,
-                           float *out, int64_t out_stride) {
+KIMI_INLINE void score_rows(const float *row, int rows, const float *q, int64_t width, int heads,
+                            float scale, float *out, int64_t out_stride) {
+    (void)rows; /* one */
     lanes16 acc[KIMI_HEAD_GROUP];
     for (int h = 0; h < heads; h++) acc[h] = lanes_zero();
     int64_t c = 0;
@@ -90,7 +90,7 @@ KIMI_INLINE void value_columns(const float *cache, int64_t width, int64_t count,
 
 void attend_neon(const float *cache, int64_t positions, int64_t heads, int64_t rank, int64_t rope,
                  const float *q, float scale, float *out, float *scratch) {
-    attend_group(cache, positions, heads, rank, rope, q, scale, out, scratch);
+    attend_heads(cache, positions, heads, rank, rope, q, scale, out, scratch);
 }
 #else
 typedef int kimi_no_neon_mla;

@@ -76,8 +76,9 @@ KIMI_PRODUCT_KERNELS(KIMI_DECLARE_NEON)
 KIMI_VECTOR_KERNELS(KIMI_DECLARE_NEON)
 #endif
 
-/* Heads that one call of `attend` takes together, so that a cache row is loaded once for them. */
-enum { KIMI_HEAD_GROUP = 4 };
+/* Heads that one call of `attend` takes at most, so that a block of the cache is fetched once for
+ * them; and heads that share a load of it. */
+enum { KIMI_HEADS = 16, KIMI_HEAD_GROUP = 4 };
 
 /* The table in use, chosen by kimi_isa_set. */
 const kimi_table *kimi_kernels(void);

@@ -153,7 +153,7 @@ def _buffers(config: Config, units: Sequence[Unit], request: Request, chunk: int
     latent, inter = config.routed_expert_hidden_size, config.moe_intermediate_size
     expert = round_up(latent, 128) + round_up(inter, 128)
     scratch = max(cols, expert, heads * round_up(config.kv_lora_rank, 128)) * chunk
-    attend = request.threads * (4 * request.context + 8192)
+    attend = request.threads * (16 * request.context + 8192)
     logits = chunk if request.all_logits else 1
     return model_buffers(config, chunk, logits, heads, scratch, attend)
 
