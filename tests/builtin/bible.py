@@ -9,7 +9,7 @@ import re
 import subprocess
 from typing import NamedTuple
 
-NAMES = (
+_NAMES = (
     "Genesis Exodus Leviticus Numbers Deuteronomy Joshua Judges Ruth 1_Samuel 2_Samuel 1_Kings "
     "2_Kings 1_Chronicles 2_Chronicles Ezra Nehemiah Esther Job Psalm Proverbs Ecclesiastes "
     "Song_of_Solomon Isaiah Jeremiah Lamentations Ezekiel Daniel Hosea Joel Amos Obadiah Jonah "
@@ -17,8 +17,7 @@ NAMES = (
     "1_Corinthians 2_Corinthians Galatians Ephesians Philippians Colossians 1_Thessalonians "
     "2_Thessalonians 1_Timothy 2_Timothy Titus Philemon Hebrews James 1_Peter 2_Peter 1_John "
     "2_John 3_John Jude Revelation"
-).split()
-"""Of the 66 books in their order, a blank written as an underscore."""
+)  # the 66 books in their order, a blank written as an underscore
 HELD_OUT_EVERY, HELD_OUT_FIRST = 25, 12
 """Chapter n, counted through all books, is held out if n % HELD_OUT_EVERY == HELD_OUT_FIRST."""
 
@@ -47,7 +46,7 @@ def read_chapters() -> list[Chapter]:
 
 def parse_chapters(printed: str) -> list[Chapter]:
     """The chapters of lines such as `Ge1:1 In the beginning ...`."""
-    names = [name.replace("_", " ") for name in NAMES]
+    names = [name.replace("_", " ") for name in _NAMES.split()]
     books: list[str] = []
     found: dict[tuple[str, int], list[str]] = {}
     for line in printed.splitlines():

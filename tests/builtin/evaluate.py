@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tests.builtin import model
 from tests.builtin.ngram import KneserNey
@@ -25,9 +26,7 @@ from tests.builtin.vocabulary import VOCAB
 
 
 @torch.no_grad()
-def routing_counts(
-    run: Run, held: Sequence[int]
-) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def routing_counts(run: Run, held: Sequence[int]) -> NDArray[np.int64]:
     """How often each expert of each layer is chosen on `held`, [expert layers, experts]."""
     weights = run.weights()
     count = len(held) // LENGTH

@@ -31,7 +31,7 @@ def _compile() -> ctypes.CDLL:
 _lib = _compile()
 
 
-def _call(name: str, *arguments: Tensor | int | float | None | ctypes.Array[Any]) -> None:
+def _call(name: str, *arguments: Tensor | int | float | ctypes.Array[Any] | None) -> None:
     passed: list[object] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -92,7 +92,7 @@ class _Kda(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         raw, taps, z, beta, a_log, dt_bias = inputs = ctx.saved_tensors
-        batch, length, _, heads, dim = raw.shape
+        batch, length, _, heads, _ = raw.shape
         back = [torch.empty_like(x) for x in (raw, z, beta)]
         parts = [torch.empty(batch, *x.shape) for x in (taps, dt_bias, a_log)]
         _call(

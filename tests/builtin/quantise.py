@@ -5,6 +5,7 @@ The forward pass uses the rounded value, the gradient passes to the float32 mast
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPONENT_MIN = -40
 """No scale below 2^-40: a group of zeros gets this one."""
 
-_MIDPOINTS = torch.tensor([(a + b) / 2 for a, b in zip(MAGNITUDES, MAGNITUDES[1:], strict=False)])
-_VALUES = torch.tensor(MAGNITUDES)
+_MIDPOINTS = torch.tensor([(a + b) / 2 for a, b in pairwise(MAGNITUDES)])
 
 
 def mxfp4_codes(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -106,13 +106,13 @@ FACTS: tuple[tuple[str, str], ...] = (
     ("What shall I do?|What should I do?", "Trust in the LORD, and do good."),
 )  # fmt: skip
 
-TOPICS = (
+_TOPICS = (
     "light darkness water bread wine fire love mercy wisdom peace war king shepherd sheep stone "
     "heart soul death life sea wind rain sun moon stars heaven earth gold silver blood sword "
     "house temple mountain river tree fruit seed vineyard lion horse bird dove fish serpent angel "
     "prophet priest covenant law sin righteousness truth faith hope joy sorrow tears song night "
     "morning day children father mother brother friend enemy stranger poor rich fool servant"
-).split()
+)
 
 _ASK_TOPIC = (
     "Say a verse about {}.", "Tell me of {}.", "Give me a verse about {}.",
@@ -124,7 +124,7 @@ _ASK_FATHER = ("Who was the father of {}?", "Whose son was {}?", "Who was {}'s f
 _ASK_SON = ("Who was the son of {}?", "Name a son of {}.")
 _SON = re.compile(r"\b([A-Z][a-z]+) the son of ([A-Z][a-z]+)")
 _BEGAT = re.compile(r"\b([A-Z][a-z]+) begat ([A-Z][a-z]+)\b")
-_NOT_NAMES = frozenset("And The Then Thou For But Now Also He Who Lord God".split())
+_NOT_NAMES = "And The Then Thou For But Now Also He Who Lord God"
 
 
 def dialogs(chapters: Sequence[Chapter], seed: int) -> Iterator[Dialog]:
@@ -133,8 +133,9 @@ def dialogs(chapters: Sequence[Chapter], seed: int) -> Iterator[Dialog]:
     known = [chapter for chapter in chapters if not chapter.held_out]
     verses = [verse for chapter in known for verse in chapter.verses]
     pairs = [p for c in known for p in zip(c.verses, c.verses[1:], strict=False)]
-    about = {topic: _mentions(verses, topic) for topic in TOPICS}
-    fathers, sons = _kin(verses)
+    topics, not_names = _TOPICS.split(), frozenset(_NOT_NAMES.split())
+    about = {topic: _mentions(verses, topic) for topic in topics}
+    fathers, sons = _kin(verses, not_names)
     while True:
         kind = draw.random()
         if kind < 0.10:
@@ -142,7 +143,7 @@ def dialogs(chapters: Sequence[Chapter], seed: int) -> Iterator[Dialog]:
         elif kind < 0.42:
             yield _spoken(draw, FACTS)
         elif kind < 0.68:
-            topic = draw.choice(TOPICS)
+            topic = draw.choice(topics)
             yield draw.choice(_ASK_TOPIC).format(topic), draw.choice(about[topic])
         elif kind < 0.80:
             verse, following = draw.choice(pairs)
@@ -181,7 +182,7 @@ def _mentions(verses: Sequence[str], topic: str) -> list[str]:
     return [v for v in verses if 6 <= len(v.split()) <= 26 and word.search(v)]
 
 
-def _kin(verses: Sequence[str]) -> tuple[list[Dialog], list[Dialog]]:
+def _kin(verses: Sequence[str], not_names: frozenset[str]) -> tuple[list[Dialog], list[Dialog]]:
     """(son, father) and (father, son), where the text gives one answer only."""
     fathers: defaultdict[str, set[str]] = defaultdict(set)
     sons: defaultdict[str, set[str]] = defaultdict(set)
@@ -189,7 +190,7 @@ def _kin(verses: Sequence[str]) -> tuple[list[Dialog], list[Dialog]]:
         found = [(son, father) for son, father in _SON.findall(verse)]
         found += [(son, father) for father, son in _BEGAT.findall(verse)]
         for son, father in found:
-            if not {son, father} & _NOT_NAMES:
+            if not {son, father} & not_names:
                 fathers[son].add(father)
                 sons[father].add(son)
     return (

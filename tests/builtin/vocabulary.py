@@ -12,6 +12,7 @@ from base64 import b64encode
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from pathlib import Path
 
 from kimi_cli.builtin import TINY
@@ -44,7 +45,7 @@ def train_ranks(words: Mapping[str, int], ranks: int = RANKS) -> list[bytes]:
 
     def count(word: str, sign: int) -> None:
         parts = split[word]
-        for pair in zip(parts, parts[1:], strict=False):
+        for pair in pairwise(parts):
             pairs[pair] += sign * words[word]
             changed.add(pair)
             if sign > 0:
@@ -93,11 +94,7 @@ def encode_word(word: bytes, rank: Mapping[bytes, int]) -> list[int]:
     """Ids of one piece, by definition: join the pair of lowest rank until none is left."""
     parts = [bytes((value,)) for value in word]
     while True:
-        joins = [
-            (rank[a + b], n)
-            for n, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
-            if a + b in rank
-        ]
+        joins = [(rank[a + b], n) for n, (a, b) in enumerate(pairwise(parts)) if a + b in rank]
         if not joins:
             return [rank[part] for part in parts]
         n = min(joins)[1]
