@@ -5,20 +5,23 @@ It needs torch, which the extra `train` installs; without it every test here is 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kimi_cli.builtin import ROOT
+from kimi_cli.repack import repack
 from kimi_cli.tokenizer import Tokenizer
 from tests import running
+from tests.reference_model import mxfp4, read_tensors
 
 torch = pytest.importorskip("torch", reason="torch is absent: pip install -e '.[train]'")
 
 from tests.builtin import kda, model, pieces, quantise, shape  # noqa: E402
 from tests.builtin.export import write_shards  # noqa: E402
-from tests.builtin.vocabulary import encode_plain, train_ranks, write_tokenizer  # noqa: E402
 
 VOCAB = 512
 LOGIT_BOUND = 1e-3
@@ -42,10 +45,6 @@ def spread_out(text: dict[str, Any], seed: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Any]:
     """A checkpoint of the trained model's shape, its config and its weights as stored."""
-    import json
-
-    from kimi_cli.repack import repack
-
     directory = tmp_path_factory.mktemp("exported")
     config = shape.config(VOCAB)
     (directory / "config.json").write_text(json.dumps(config))
@@ -134,13 +133,52 @@ def test_mxfp4_rounds_to_the_nearest_and_codes_say_the_same() -> None:
     assert torch.allclose(error, nearest)
 
 
-def test_the_vocabulary_is_what_the_tokenizer_reads(tmp_path: Path) -> None:
-    from tests.builtin.vocabulary import count_words
+def test_muon_makes_singular_values_near_one() -> None:
+    from tests.builtin.optimise import orthogonal
 
-    text = "In the beginning God created the heaven and the earth.\nAnd the 1611 men's ark.\n\n"
-    tokens = train_ranks(count_words(text * 3), 300)
-    write_tokenizer(tmp_path, tokens)
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.vocab_size == 300 + 256
-    for line in (text, text.upper(), " \n\n  they've 12345 , ;\n", "zyx!?"):
-        assert tokenizer.encode(line) == encode_plain(line, tokens)
+    random = torch.Generator().manual_seed(6)
+    for rows, columns in ((64, 32), (32, 64), (48, 48)):
+        x = torch.randn(3, rows, columns, generator=random)
+        values = torch.linalg.svdvals(orthogonal(x))
+        assert values.min() > 0.3 and values.max() < 1.4
+
+
+def test_the_shipped_checkpoint_is_the_same_in_torch_and_in_the_engine() -> None:
+    directory = ROOT / "psalm"
+    if not directory.exists():
+        pytest.skip("the checkpoint is not there")
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    text = config["text_config"]
+    weights = load_weights(directory, text)
+    tokenizer = Tokenizer.load(directory)
+    ids = tokenizer.encode("Psalm 23\nThe LORD is my shepherd; I shall not want.\nHe maketh me to")
+    found = running.run(running.Source.open(directory), ids)
+    with torch.no_grad():
+        out = model.forward(weights, text, torch.tensor([ids]))
+        logits = (out.hidden[0] @ weights["lm_head.weight"].T).numpy()
+    assert np.abs(found.logits - logits).max() < LOGIT_BOUND
+    for layer, routing in out.routing.items():
+        for position, chosen in enumerate(routing.chosen.tolist()):
+            assert set(found.routed[layer, position][0]) == set(chosen)
+
+
+def load_weights(directory: Path, text: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's tensors by the names of `tests.builtin.shape`, read without the program."""
+    prefix = "language_model."
+    tensors = {n.removeprefix(prefix): x for n, x in read_tensors(directory).items()}
+    weights = {
+        name: torch.from_numpy(x).float() for name, x in tensors.items() if ".experts." not in name
+    }
+    heads = text["linear_attn_config"]["num_heads"]
+    for layer in range(text["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        if f"{name}self_attn.A_log" in weights:
+            weights[f"{name}self_attn.A_log"] = weights[f"{name}self_attn.A_log"][:heads]
+        if layer < text["first_k_dense_replace"]:
+            continue
+        name += "block_sparse_moe.experts."
+        for which in ("w1", "w2", "w3"):
+            stems = [f"{name}{expert}.{which}.weight_" for expert in range(text["num_experts"])]
+            found = [mxfp4(tensors[stem + "packed"], tensors[stem + "scale"]) for stem in stems]
+            weights[name + which] = torch.from_numpy(np.stack(found)).float()
+    return weights

@@ -1,6 +1,6 @@
 """What the model card says of a run: losses on held-out chapters, routing, the loss curve.
 
-    python -m tests.builtin.evaluate DIR [CURVE.png]
+    python -m tests.builtin.evaluate DIR [CURVE.png]      writes DIR/report.json
 
 Losses are nats per token over the same tokens for all three models: sequences of 256 that begin
 with one token of context.
@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.builtin import model
 from tests.builtin.ngram import KneserNey
 from tests.builtin.text import load_streams
-from tests.builtin.train import LENGTH, Run, held_loss
+from tests.builtin.train import LENGTH, Run, held_loss, logits_of
 from tests.builtin.vocabulary import VOCAB
 
 
@@ -33,7 +32,7 @@ def routing_counts(run: Run, held: Sequence[int]) -> NDArray[np.int64]:
     ids = torch.tensor(held[: count * LENGTH]).view(count, LENGTH).long()
     total = 0
     for part in ids.split(16):
-        routing = model.forward(weights, run.text, part).routing
+        routing = logits_of(weights, run.text, part)[1]
         total = total + torch.stack([routing[layer].load for layer in sorted(routing)])
     assert isinstance(total, torch.Tensor)
     return total.numpy()
@@ -69,7 +68,6 @@ def draw_curve(log: Path, out: Path, baselines: dict[str, float]) -> None:
 def main() -> None:
     """The command line."""
     directory = Path(sys.argv[1])
-    torch.set_num_threads(2)
     run, streams = Run(directory, 0), load_streams(directory)
     train, held = streams.train.tolist(), streams.held.tolist()
     baselines = {
@@ -79,16 +77,15 @@ def main() -> None:
     with torch.no_grad():
         loss = held_loss(run.weights(), run.text, streams.held)
     counts = routing_counts(run, held)
-    share = counts / counts.sum(1, keepdims=True)
     report = {
         "steps": run.step,
-        "held_nats_per_token": round(loss, 4),
-        **{name: round(value, 4) for name, value in baselines.items()},
+        "minutes": round(run.seconds / 60),
+        "held": round(loss, 3),
+        **{name: round(value, 3) for name, value in baselines.items()},
         "held_tokens": len(held),
-        "least_and_most_share": [round(float(share.min()), 4), round(float(share.max()), 4)],
-        "unused_experts": int((counts == 0).sum()),
         "routing": counts.tolist(),
     }
+    (directory / "report.json").write_text(json.dumps(report) + "\n", "utf-8")
     print(json.dumps(report))
     if len(sys.argv) > 2:
         draw_curve(directory / "log.csv", Path(sys.argv[2]), baselines)

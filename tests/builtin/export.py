@@ -1,6 +1,6 @@
 """A trained model as a checkpoint in the official format, with its packed trunk.
 
-    python -m tests.builtin.export DIR OUT
+    python -m tests.builtin.export DIR OUT      after tests.builtin.evaluate, for the model card
 
 Layout as the released one's: each layer's tensors, float32 first, then its experts with their six
 tensors back to back; embedding and head in the last shard; no vision tower.
@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kimi_cli.repack import repack
+from kimi_cli.repack import LOCK, repack
+from tests.builtin.card import fill
 from tests.builtin.quantise import is_expert, is_float32, mxfp4_codes
-from tests.builtin.train import Run
+from tests.builtin.train import BATCH, Run
 
 SHARDS = 4
 A_LOG_LENGTH = 32
@@ -42,7 +43,10 @@ def export(run: Run, out_dir: Path) -> None:
     for name in ("tiktoken.model", "tokenizer_config.json"):
         shutil.copyfile(run.directory / name, out_dir / name)
     write_shards(out_dir, run.text, {n: p.detach() for n, p in run.parameters.items()})
-    repack(out_dir)
+    report = json.loads((run.directory / "report.json").read_text("utf-8"))
+    card = fill(run.config, run.parameters, report, BATCH)
+    (out_dir / "README.md").write_text(card, "utf-8")
+    (repack(out_dir) / LOCK).unlink()
 
 
 def write_shards(out_dir: Path, text: dict[str, Any], parameters: dict[str, Tensor]) -> None:

@@ -106,7 +106,7 @@ FACTS: tuple[tuple[str, str], ...] = (
     ("What shall I do?|What should I do?", "Trust in the LORD, and do good."),
 )  # fmt: skip
 
-_TOPICS = (
+TOPICS = (
     "light darkness water bread wine fire love mercy wisdom peace war king shepherd sheep stone "
     "heart soul death life sea wind rain sun moon stars heaven earth gold silver blood sword "
     "house temple mountain river tree fruit seed vineyard lion horse bird dove fish serpent angel "
@@ -133,7 +133,7 @@ def dialogs(chapters: Sequence[Chapter], seed: int) -> Iterator[Dialog]:
     known = [chapter for chapter in chapters if not chapter.held_out]
     verses = [verse for chapter in known for verse in chapter.verses]
     pairs = [p for c in known for p in zip(c.verses, c.verses[1:], strict=False)]
-    topics, not_names = _TOPICS.split(), frozenset(_NOT_NAMES.split())
+    topics, not_names = TOPICS.split(), frozenset(_NOT_NAMES.split())
     about = {topic: _mentions(verses, topic) for topic in topics}
     fathers, sons = _kin(verses, not_names)
     while True:

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.builtin import fused, model, shape
+from tests.builtin import fused, model, shape, workers
 from tests.builtin.experts import Routing
 from tests.builtin.optimise import Optimiser
 from tests.builtin.pieces import entropy
@@ -31,8 +30,8 @@ from tests.builtin.quantise import stored
 from tests.builtin.text import Streams, load_streams
 from tests.builtin.vocabulary import VOCAB
 
-LENGTH = 256
-"""Tokens of a sequence."""
+LENGTH, BATCH = 256, 12
+"""Tokens of a sequence, and sequences of a step."""
 CHAT_SHARE = 0.12
 """Of the sequences, those in the chat format."""
 WARM_UP, HOLD = 50, 0.3
@@ -112,16 +111,20 @@ class Run:
     def advance(self, ids: Tensor, progress: float) -> float:
         """One step on `ids`; the mean loss."""
         factor = rate_factor(self.step, progress)
+        ids = workers.own_rows(ids)
         logits, routings = logits_of(self.weights(), self.text, ids[:, :-1])
         mean = fused.mean_entropy(logits, ids[:, 1:].flatten())
         mean.backward()
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        loads = {layer: routing.load.float() for layer, routing in routings.items()}
+        loss = mean.detach()
+        workers.share([*gradients, *loads.values(), loss])
         self.optimiser.step(factor)
-        for layer, routing in routings.items():
-            load = routing.load.float()
+        for layer, load in loads.items():
             bias = self.parameters[f"model.layers.{layer}.{BIAS}"]
             bias += BALANCE_RATE * max(factor, 0.05) * torch.sign(load.mean() - load)
         self.step += 1
-        return float(mean.detach())
+        return float(loss)
 
     def save(self) -> None:
         """Writes checkpoint.pt, whole or not at all."""
@@ -137,42 +140,52 @@ class Run:
 
 def train(run: Run, streams: Streams, size: int, minutes: float, steps: int) -> None:
     """Trains until `steps`, or for `minutes` in all where it is 0; writes the log as it goes."""
-    log = run.directory / "log.csv"
-    kept = [row for row in _rows(log) if int(row["step"]) <= run.step]
-    with log.open("w", newline="") as file:
-        table = csv.DictWriter(file, ("step", "seconds", "progress", "loss", "held"))
-        table.writeheader()
-        table.writerows(kept)
-        saved = last_held = run.seconds
-        stopped: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
-        while not stopped:
-            progress = run.step / steps if steps else run.seconds / (60 * minutes)
-            if progress >= 1:
-                break
-            began = time.perf_counter()
-            loss = run.advance(batch(streams, run.seed, run.step, size), progress)
-            held = ""
+    log = Log(run.directory / "log.csv", run.step) if workers.is_first() else None
+    saved = last_held = run.seconds
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    while True:
+        progress = run.step / steps if steps else run.seconds / (60 * minutes)
+        progress, stop = workers.from_first(progress, len(stopped))
+        if progress >= 1 or stop:
+            break
+        began = time.perf_counter()
+        loss = run.advance(batch(streams, run.seed, run.step, size), progress)
+        if log is not None:
+            held = None
             if run.seconds - last_held > HELD_SECONDS:
                 last_held = run.seconds
                 with torch.no_grad():
-                    held = f"{held_loss(run.weights(), run.text, streams.held[:8193]):.4f}"
-            run.seconds += time.perf_counter() - began
-            row = (run.step, f"{run.seconds:.1f}", f"{progress:.5f}", f"{loss:.4f}", held)
-            table.writerow(dict(zip(table.fieldnames, row, strict=True)))
-            if run.step % 20 == 0 or held:
-                file.flush()
-                print(*row, flush=True)
+                    held = held_loss(run.weights(), run.text, streams.held[:8193])
+            log.write(run, progress, loss, held)
             if run.seconds - saved > SAVE_SECONDS:
                 saved = run.seconds
                 run.save()
-    run.save()
+        run.seconds += time.perf_counter() - began
+    if log is not None:
+        run.save()
 
 
-def _rows(log: Path) -> Iterator[dict[str, str]]:
-    if log.exists():
-        with log.open(newline="") as file:
-            yield from csv.DictReader(file)
+class Log:
+    """log.csv, which goes on where a resumed run goes on; now and then a line is printed."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = []
+        if path.exists():
+            with path.open(newline="") as file:
+                kept = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= step]
+        self._file = path.open("w", newline="")
+        self._table = csv.writer(self._file)
+        self._table.writerows([("step", "seconds", "progress", "loss", "held"), *kept])
+
+    def write(self, run: Run, progress: float, loss: float, held: float | None) -> None:
+        """One step's row."""
+        known = "" if held is None else f"{held:.4f}"
+        row = (run.step, f"{run.seconds:.1f}", f"{progress:.5f}", f"{loss:.4f}", known)
+        self._table.writerow(row)
+        if run.step % 20 == 0 or known:
+            self._file.flush()
+            print(*row, flush=True)
 
 
 def main() -> None:
@@ -181,17 +194,21 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--minutes", type=float, default=55.0)
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    workers.start(args.workers, lambda: _work(args))
+
+
+def _work(args: argparse.Namespace) -> None:
     run = Run(args.directory, args.seed)
     streams = load_streams(args.directory)
     train(run, streams, args.batch, args.minutes, args.steps)
-    with torch.no_grad():
-        loss = held_loss(run.weights(), run.text, streams.held)
-    print(json.dumps({"steps": run.step, "seconds": round(run.seconds), "held": loss}))
+    if workers.is_first():
+        with torch.no_grad():
+            loss = held_loss(run.weights(), run.text, streams.held)
+        print(json.dumps({"steps": run.step, "seconds": round(run.seconds), "held": loss}))
 
 
 if __name__ == "__main__":
