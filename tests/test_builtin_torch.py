@@ -77,13 +77,13 @@ def test_the_chunked_form_is_the_recurrence() -> None:
     def draw(*size: int) -> Any:
         return torch.randn(*size, generator=random, dtype=torch.float64)
 
-    q, k, v = (draw(2, 3, 64, 32) for _ in range(3))
+    q, k, v = (draw(2, 3, 61, 32) for _ in range(3))
     q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     k[:, :, 10:20] = k[:, :, 10:11]  # the same key again and again
-    g = -5 * torch.sigmoid(draw(2, 3, 64, 32) * 4)
+    g = -5 * torch.sigmoid(draw(2, 3, 61, 32) * 4)
     g[:, :, 30:50] = -4.9999  # the strongest decay, through chunks
-    inputs = [x.requires_grad_() for x in (q, k, v, g, torch.sigmoid(draw(2, 3, 64)))]
-    weight = draw(2, 3, 64, 32)
+    inputs = [x.requires_grad_() for x in (q, k, v, g, torch.sigmoid(draw(2, 3, 61)))]
+    weight = draw(2, 3, 61, 32)
     pairs = []
     for form in (kda.recurrent, kda.chunked):
         out = form(*inputs)
@@ -91,7 +91,7 @@ def test_the_chunked_form_is_the_recurrence() -> None:
     for plain, fast in zip(*pairs, strict=True):
         assert torch.allclose(plain, fast, rtol=1e-9, atol=1e-12)
     single = kda.chunked(*(x.detach().float() for x in inputs))
-    assert (single - pairs[0][0]).abs().max() < 1e-6
+    assert (single - pairs[0][0]).abs().max() < 1e-5
 
 
 def test_the_fused_pieces_are_the_plain_ones() -> None:
@@ -137,7 +137,7 @@ def test_muon_makes_singular_values_near_one() -> None:
     from tests.builtin.optimise import orthogonal
 
     random = torch.Generator().manual_seed(6)
-    for rows, columns in ((64, 32), (32, 64), (48, 48)):
+    for rows, columns in ((96, 32), (32, 96)):
         x = torch.randn(3, rows, columns, generator=random)
         values = torch.linalg.svdvals(orthogonal(x))
         assert values.min() > 0.3 and values.max() < 1.4

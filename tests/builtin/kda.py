@@ -5,9 +5,9 @@ normalised and q scaled, g is the logarithm of the decay, in (gate_lower_bound, 
 zero at the start.
 
 The chunked form unrolls the recurrence inside a chunk of C tokens. With G the running sum of g in
-the chunk and S the state [D, D] at its start, each token writes beta_t k_t u_t^T, where
+the chunk and S the state [D, D] at its start, each token writes k_t u_t^T, where
 
-    u_t = v_t - (k_t * e^G_t) S - sum_{i<t} (k_t * e^(G_t - G_i)) . k_i beta_i u_i
+    u_t = beta_t (v_t - (k_t * e^G_t) S - sum_{i<t} ((k_t * e^(G_t - G_i)) . k_i) u_i)
 
 which is one unit lower triangular system for the chunk; the state then goes through the chunk by
 S' = M S + N. The pairs e^(G_t - G_i) are products of two factors about the chunk's middle: with a
@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as fn
 from torch import Tensor
 
 CHUNK = 16
@@ -56,9 +57,12 @@ class _UnitInverse(torch.autograd.Function):
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = CHUNK) -> Tensor:
-    """The same, chunk by chunk; T must be a multiple of `chunk`."""
-    b, h, t, d = q.shape
-    n = t // chunk
+    """The same, chunk by chunk; the last one is filled up with tokens that do nothing."""
+    b, h, length, d = q.shape
+    n = -(-length // chunk)
+    missing = n * chunk - length
+    q, k, v, g = (fn.pad(x, (0, 0, 0, missing)) for x in (q, k, v, g))
+    beta = fn.pad(beta, (0, missing))
     q, k, v, g = (x.reshape(b * h, n, chunk, -1) for x in (q, k, v, g))
     beta = beta.reshape(b * h, n, chunk, 1)
     total = g.cumsum(2)
@@ -77,4 +81,4 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int
         states.append(torch.baddbmm(gain, m, states[-1]))
     within = seen @ solved
     out = (q * grown - within[..., :d]) @ torch.stack(states, 1) + within[..., d:]
-    return out.reshape(b, h, t, -1)
+    return out.reshape(b, h, n * chunk, -1)[:, :, :length]
