@@ -17,7 +17,8 @@ $(VENV)/developed: $(SOURCES)
 	touch $(VENV)/installed $@
 
 run: $(VENV)/installed
-	$(BIN)/kimi generate "Hello, world" -n 16
+	$(BIN)/kimi generate --raw "In the beginning" -n 32
+	$(BIN)/kimi generate "Who was the father of Isaac?"
 
 lint: $(VENV)/developed
 	$(BIN)/ruff check .

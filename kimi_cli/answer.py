@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_cli import console, memory, native
-from kimi_cli.builtin import TINY
+from kimi_cli.builtin import PSALM
 from kimi_cli.config import Config
 from kimi_cli.course import Course, plan_facts, plan_lines
 from kimi_cli.engine import READERS, Engine, Source, plan_for
@@ -66,10 +66,10 @@ def model_dir(settings: Settings, quiet: bool) -> Path:
         return settings.model
     if not quiet:
         console.note(
-            "no model given (-m DIR or KIMI_MODEL): using the built-in one, whose weights are "
-            "random and whose output is noise"
+            "no model given (-m DIR or KIMI_MODEL): using the built-in one, a K3 of 3 million "
+            "parameters trained on the King James Bible"
         )
-    return TINY
+    return PSALM
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def answer(settings: Settings, given: Given, wanted: Wanted) -> None:
             "--session": wanted.session,
             "the session's ids": ids_path(wanted.session) if wanted.session else None,
         },
-        [settings.model or TINY, settings.trunk],
+        [settings.model or PSALM, settings.trunk],
     )
     if wanted.session is None:
         _answer(settings, given, wanted, None)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kimi_cli import console, memory, native
-from kimi_cli.builtin import ROOT, TINY
-from kimi_cli.config import Config, load_config, parse_config
+from kimi_cli.builtin import PSALM, ROOT, TINY
+from kimi_cli.config import Config, parse_config
 from kimi_cli.engine import READERS, Engine, Source, plan_for
 from kimi_cli.errors import KimiError, VerifyError
 from kimi_cli.native import F32
@@ -35,7 +35,12 @@ KERNEL_BITS = {
     "mxfp4": 0xCFA8056A,
     "elementary": 0xA9DD2CBD,
 }
-VARIANTS = {"golden": None, "golden_block12": "config_block12.json"}
+VARIANTS = {
+    "golden": (TINY, TINY / "config.json"),
+    "golden_block12": (TINY, ROOT / "config_block12.json"),
+    "psalm": (PSALM, PSALM / "config.json"),
+}
+"""Golden file by name: the checkpoint and the config it was made with."""
 
 
 class Check(NamedTuple):
@@ -75,18 +80,20 @@ def _checks(isas: Sequence[str]) -> Iterator[Check]:
             yield _equal(f"kernel {name}, {isa}", bits, KERNEL_BITS[name])
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            plain = repack(TINY, Path(scratch) / "trunk", plain=True)
-            for name, file in VARIANTS.items():
-                yield from _golden(name, file, isas, plain)
+            plain = {
+                model: repack(model, Path(scratch) / model.name, plain=True)
+                for model in (TINY, PSALM)
+            }
+            for name, (model, config) in VARIANTS.items():
+                yield from _golden(name, model, _config(config), isas, plain[model])
         except KimiError as error:
             yield Check("built-in model", False, str(error))
 
 
 def _golden(
-    name: str, config_file: str | None, isas: Sequence[str], plain: Path
+    name: str, model: Path, config: Config, isas: Sequence[str], plain: Path
 ) -> Iterator[Check]:
-    config = load_config(TINY) if config_file is None else _config(ROOT / config_file)
-    packed = Source(config, Trunk.open(TINY / "kimi-trunk", TINY, config))
+    packed = Source(config, Trunk.open(model / "kimi-trunk", model, config))
     golden = _read_golden(ROOT / f"{name}.npz")
     prompt, ids = golden["prompt_ids"].tolist(), golden["gen_ids"].tolist()
     many = max(memory.cpus(), 2)
@@ -108,7 +115,7 @@ def _golden(
         yield _same(f"{name}: prompt in chunks of {chunk} equals whole", run, first)
     run = run_golden(packed, prompt, ids, chunk=len(prompt), threads=many)
     yield _same(f"{name}: {many} threads equal 1", run, first)
-    source = Source(config, Trunk.open(plain, TINY, config))
+    source = Source(config, Trunk.open(plain, model, config))
     run = run_golden(source, prompt, ids, chunk=len(prompt), threads=1)
     yield _same(f"{name}: plain trunk equals packed", run, first)
 

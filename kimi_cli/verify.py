@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_cli import console, memory, remedy
-from kimi_cli.builtin import TINY
+from kimi_cli.builtin import PSALM
 from kimi_cli.config import Config
 from kimi_cli.deep import Deep
 from kimi_cli.errors import TrunkError, UsageError, VerifyError
@@ -43,7 +43,7 @@ def verify(
     if model is None:
         console.note("no model given (-m DIR or KIMI_MODEL): verifying the built-in one")
     told = _Told(as_json)
-    job = _Verification(model or TINY, trunk_dir, deep, told)
+    job = _Verification(model or PSALM, trunk_dir, deep, told)
     job.run()
     told.close()
     if told.findings:

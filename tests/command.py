@@ -56,10 +56,10 @@ def sentence(done: subprocess.CompletedProcess[bytes]) -> str:
     return lines[0].removeprefix("kimi: ")
 
 
-def linked_model(directory: Path, without: Iterable[str] = ()) -> Path:
-    """The built-in checkpoint as links to its files, to be changed one by one."""
+def linked_model(directory: Path, without: Iterable[str] = (), source: Path = TINY) -> Path:
+    """A built-in checkpoint as links to its files, to be changed one by one."""
     directory.mkdir(parents=True)
-    for path in TINY.iterdir():
+    for path in source.iterdir():
         if path.name not in without:
             (directory / path.name).symlink_to(path)
     return directory

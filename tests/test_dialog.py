@@ -23,7 +23,7 @@ from terminal import Session as Terminal
 from kimi_cli import console, dialog, journal
 from kimi_cli import talk as talk_room
 from kimi_cli.answer import Settings
-from kimi_cli.builtin import TINY
+from kimi_cli.builtin import PSALM
 from kimi_cli.chat import Control, encode_chat
 from kimi_cli.commands import HELP, Command, Draft, Entry, parse_command
 from kimi_cli.conversation import parse_messages
@@ -39,7 +39,7 @@ from kimi_cli.tokenizer import Tokenizer
 from kimi_cli.turns import History, answer_channels
 from kimi_cli.watch import Silent
 
-TOKENIZER = Tokenizer.load(TINY)
+TOKENIZER = Tokenizer.load(PSALM)
 
 # --- what is typed -------------------------------------------------------------------------------
 

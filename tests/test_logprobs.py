@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from command import generate, kimi, linked_model, sentence
 
-from kimi_cli.builtin import TINY
+from kimi_cli.builtin import PSALM
 from kimi_cli.logprobs import Logprobs, TokenLogprob
 from kimi_cli.prompt import token_text
 from kimi_cli.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer.load(TINY)
+TOKENIZER = Tokenizer.load(PSALM)
 
 
 def log_softmax64(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -86,7 +86,7 @@ def test_none_and_many_alternatives(tmp_path: Path) -> None:
     assert generate("Hello", "-n", 0, "--logprobs", 3)["logprobs"] == []
     (entry,) = generate("Hello", "-n", 1, "--logprobs", 20)["logprobs"]
     assert len(entry["top"]) == 20
-    model = linked_model(tmp_path / "m", without=["tiktoken.model"])
+    model = linked_model(tmp_path / "m", ["tiktoken.model"], PSALM)
     (entry,) = generate("-m", model, "--ids", "1,2", "-n", 1, "--logprobs", 1)["logprobs"]
     assert entry["token"] is None and entry["top"] == [
         {"id": entry["id"], "token": None, "logprob": entry["logprob"]}

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_cli import journal, session, snapshot
-from kimi_cli.builtin import ROOT, TINY
+from kimi_cli.builtin import PSALM, ROOT
 from kimi_cli.cli import cli
 from kimi_cli.config import load_config
 from kimi_cli.console import Terminated
@@ -35,8 +35,8 @@ from kimi_cli.state import State
 from kimi_cli.tokenizer import Tokenizer
 from kimi_cli.turns import Head, History, Turn
 
-CONFIG = load_config(TINY)
-TOKENIZER = Tokenizer.load(TINY)
+CONFIG = load_config(PSALM)
+TOKENIZER = Tokenizer.load(PSALM)
 
 Run = Callable[..., dict[str, Any]]
 
@@ -174,8 +174,8 @@ def test_what_is_finished_is_printed_again(run: Run, fed: Fed, tmp_path: Path) -
 
 def test_an_end_token_finishes(run: Run, fed: Fed, tmp_path: Path) -> None:
     ids = run("--ids", "3,4,5", "-n", 6, "--ignore-eos")["ids"]
-    model = linked_model(tmp_path / "model")
-    config = json.loads((TINY / "config.json").read_text())
+    model = linked_model(tmp_path / "model", source=PSALM)
+    config = json.loads((PSALM / "config.json").read_text())
     config["eos_token_id"] = ids[3]
     replace_file(model / "config.json", json.dumps(config).encode())
     path = tmp_path / "s"
@@ -489,7 +489,7 @@ def test_other_versions_and_other_files(made: Path, tmp_path: Path, run: Run) ->
     path, ids = tmp_path / "s", tmp_path / "s.ids"
     path.write_bytes(raw.replace(b'"version":"1"', b'"version":"2"', 1))
     assert refused(path) == f"{path} is of version 2, wanted 1"
-    path.write_bytes((TINY / "model-00001-of-000007.safetensors").read_bytes())
+    path.write_bytes((PSALM / "model-00001-of-000004.safetensors").read_bytes())
     assert refused(path) == f"{path} is not a session of kimi"
     for junk in (b"", b"# Notes\n" * 99, bytes(5000)):
         path.write_bytes(junk)
@@ -536,7 +536,7 @@ def test_damage_names_the_way_out(run: Run, tmp_path: Path) -> None:
 
 
 def test_another_model(made: Path, tmp_path: Path) -> None:
-    model = linked_model(tmp_path / "model")
+    model = linked_model(tmp_path / "model", source=PSALM)
     replace_file(model / "config.json", (ROOT / "config_block12.json").read_bytes())
     for name in ("s", "s.ids"):
         (tmp_path / name).write_bytes(made.with_name(name).read_bytes())

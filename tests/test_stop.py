@@ -9,14 +9,14 @@ from command import generate, kimi, linked_model, sentence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimi_cli.builtin import TINY
+from kimi_cli.builtin import PSALM
 from kimi_cli.config import load_config
 from kimi_cli.prompt import Answer, Given
 from kimi_cli.stop import StopTexts
 from kimi_cli.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer.load(TINY)
-END = frozenset({load_config(TINY).eos_token_id}) | TOKENIZER.end_ids
+TOKENIZER = Tokenizer.load(PSALM)
+END = frozenset({load_config(PSALM).eos_token_id}) | TOKENIZER.end_ids
 
 
 def naive(text: str, texts: list[str]) -> tuple[str, bool]:
@@ -188,6 +188,6 @@ def test_what_was_held_back_is_shown_at_the_end() -> None:
 
 def test_stop_texts_that_cannot_be(tmp_path: object) -> None:
     assert "--stop wants a text" in sentence(kimi("generate", "x", "--stop", "", check=2))
-    model = linked_model(tmp_path / "m", without=["tiktoken.model"])  # type: ignore[operator]
+    model = linked_model(tmp_path / "m", ["tiktoken.model"], PSALM)  # type: ignore[operator]
     done = kimi("generate", "-m", model, "--ids", "1", "--stop", "x", check=3)
     assert "no tiktoken.model: --stop cannot" in sentence(done)

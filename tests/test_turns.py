@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kimi_cli.builtin import TINY
+from kimi_cli.builtin import PSALM
 from kimi_cli.chat import Control, call_pieces, encode_chat, encode_pieces, piece_text
 from kimi_cli.closers import closers
 from kimi_cli.conversation import check_turns
@@ -14,7 +14,7 @@ from kimi_cli.errors import UsageError
 from kimi_cli.tokenizer import Tokenizer
 from kimi_cli.turns import Asked, Head, History, Said, Step, Turn, begin, decide
 
-TOKENIZER = Tokenizer.load(TINY)
+TOKENIZER = Tokenizer.load(PSALM)
 OPEN, CLOSE, SEP, END = Control
 EOS = TOKENIZER.special("[EOS]")
 
