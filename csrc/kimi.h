@@ -91,7 +91,8 @@ typedef struct {
 } kimi_matrix;
 
 /* y[t][r] = sum over c of W[r][c] x[t][c], for `count` columns t; x_stride, y_stride in floats.
- * `scratch` holds kimi_scratch(cols, count) floats. */
+ * `scratch` holds kimi_scratch(cols, count) floats. x may be null where scratch is as the last
+ * product left it, of the same x and as many columns of W in the same format. */
 int64_t kimi_scratch(int64_t cols, int64_t count);
 int kimi_product(const kimi_matrix *w, const float *x, int64_t x_stride, int64_t count, float *y,
                  int64_t y_stride, float *scratch);

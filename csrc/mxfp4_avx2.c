@@ -209,12 +209,14 @@ AVX2 void product_mxfp4_avx2(const uint8_t *packed, const uint8_t *scales, int64
                              int64_t cols, const float *x, int64_t x_stride, int64_t count,
                              float *y, int64_t y_stride) {
     int64_t groups = cols / 32;
-    if (count == 1) {
+    if (count <= 2) { /* twice over the weights is quicker than panels half empty */
         int64_t step = (hi - lo) / STREAMS;
-        for (int64_t r = lo; r < lo + step; r++)
-            column_rows(packed, scales, r, step, STREAMS, groups, x, y);
-        for (int64_t r = lo + STREAMS * step; r < hi; r++)
-            column_rows(packed, scales, r, 0, 1, groups, x, y);
+        for (int64_t t = 0; t < count; t++, x += x_stride, y += y_stride) {
+            for (int64_t r = lo; r < lo + step; r++)
+                column_rows(packed, scales, r, step, STREAMS, groups, x, y);
+            for (int64_t r = lo + STREAMS * step; r < hi; r++)
+                column_rows(packed, scales, r, 0, 1, groups, x, y);
+        }
         return;
     }
     const expert_rows w = {packed, scales, groups};

@@ -21,11 +21,11 @@ int kimi_product(const kimi_matrix *w, const float *x, int64_t x_stride, int64_t
                  int64_t y_stride, float *scratch) {
     int bad = matrix_check(w);
     if (bad) return bad;
-    if (!x || !y || !scratch || count < 1) return KIMI_E_ARGUMENT;
+    if (!y || !scratch || count < 1) return KIMI_E_ARGUMENT;
     int64_t stride = padded(w->cols);
-    if (count == 1) kimi_kernels()->prepare(w->format, x, w->cols, scratch); /* no barrier */
+    if (x && count == 1) kimi_kernels()->prepare(w->format, x, w->cols, scratch); /* no barrier */
     PARALLEL_BEGIN(w->rows * w->cols * count)
-    if (count > 1) {
+    if (x && count > 1) {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < count; t++)
             kernels->prepare(w->format, x + t * x_stride, w->cols, scratch + t * stride);

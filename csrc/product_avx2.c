@@ -206,8 +206,9 @@ AVX2 static void product_block(const kimi_matrix *w, int64_t lo, int64_t rows, c
 
 AVX2 void product_avx2(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x,
                        int64_t x_stride, int64_t count, float *y, int64_t y_stride) {
-    if (count == 1) {
-        product_column(w, lo, hi, x, y);
+    if (count <= 2) { /* twice over the weights is quicker than panels half empty */
+        for (int64_t t = 0; t < count; t++)
+            product_column(w, lo, hi, x + t * x_stride, y + t * y_stride);
         return;
     }
     for (int64_t r = lo; r < hi; r += BLOCK)

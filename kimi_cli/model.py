@@ -150,7 +150,7 @@ class Model:
         """y [T, rows] = x [T, cols] times matrix `name`, piece by piece."""
         for row, piece in layer.rows(name):
             with self._span(KERNEL, name):
-                native.product(piece, x, y[:, row : row + piece.rows], self._scratch)
+                native.product(piece, x, y[:, row : row + piece.rows], self._scratch, row > 0)
         return y
 
     def _kda(self, state: State, number: int, layer: Layer, x: F32, out: F32) -> None:

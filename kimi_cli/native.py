@@ -170,9 +170,14 @@ def _scratch(scratch: F32, floats: int) -> Any:
     return _flat(scratch, scratch.size)
 
 
-def product(w: Matrix, x: F32, y: F32, scratch: F32) -> None:
-    """y [count, rows] = x [count, cols] W^T, in the dense product's order."""
+def product(w: Matrix, x: F32, y: F32, scratch: F32, again: bool = False) -> None:
+    """y [count, rows] = x [count, cols] W^T, in the dense product's order.
+
+    `again`: `scratch` is as the product before left it, of the same x by another piece of W.
+    """
     x_ptr, x_stride = _rows(x, w.cols)
+    if again:
+        x_ptr = ffi.NULL
     y_ptr, y_stride = _rows(y, w.rows)
     if len(x) != len(y):
         raise ValueError("x and y differ in count")

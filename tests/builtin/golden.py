@@ -26,7 +26,9 @@ def continuation(model: Path) -> tuple[list[int], list[int]]:
     """Prompt ids and greedy ids, as `kimi` has them."""
     words = ["generate", PROMPT, "--raw", "-m", str(model), "-n", str(TOKENS), "--json"]
     run = [sys.executable, "-c", "from kimi_cli.entry import main; main()"]
-    done = subprocess.run([*run, *words, "--ignore-eos", "--quiet"], capture_output=True, check=True)
+    done = subprocess.run(
+        [*run, *words, "--ignore-eos", "--quiet"], capture_output=True, check=True
+    )
     result = json.loads(done.stdout)
     return result["prompt_ids"], result["ids"]
 

@@ -21,7 +21,7 @@ from .hostile import (
     strided,
 )
 
-COUNTS = [1, 2, 3, 5, 63, 64, 65, 130]
+COUNTS = [1, 2, 3, 4, 5, 32, 33, 63, 64, 65, 130]
 GROUPS = [*range(1, 14), 15, 16, 17, 19, 31, 32, 33, 35, 63, 65]
 """Groups a row: 32 make one chunk of 1024 columns."""
 

@@ -28,9 +28,9 @@ from .hostile import (
     weights_of,
 )
 
-COUNTS = [1, 2, 3, 5, 63, 64, 65, 130]
-ROWS = [11, 12, 13, 16, 22, 23, 24, 25, 26, 27, 33, 47, 48, 49, 64, 65]
-"""Row counts around any tile of rows."""
+COUNTS = [1, 2, 3, 4, 5, 32, 33, 63, 64, 65, 130]
+ROWS = [11, 12, 13, 16, 22, 23, 24, 25, 26, 27, 33, 47, 48, 49, 64, 65, 95, 97, 193]
+"""Row counts around any tile or block of rows."""
 BORDERS = [
     240,
     255,
@@ -38,6 +38,8 @@ BORDERS = [
     257,
     271,
     273,
+    383,
+    385,
     511,
     512,
     513,
@@ -327,6 +329,23 @@ def test_wrong_matrices_are_refused():
             native.Matrix(fmt, 3, 5, np.zeros(15 * size - 1, np.uint8))
 
 
+@pytest.mark.parametrize("fmt", list(Format))
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_pieces_of_one_matrix_prepare_x_once(fmt, count):
+    rng = generator("again", fmt, count)
+    weights, x = weights_of(rng, fmt, (230, 320)), floats(rng, (count, 320))
+
+    def pieces(y):
+        scratch = np.empty(native.scratch_floats(320, count), np.float32)
+        for row in (0, 128):
+            piece = matrix(fmt, weights[row : row + 128])
+            native.product(piece, x, y[:, row : row + piece.rows], scratch, row > 0)
+
+    got = everywhere(pieces, (count, 230), threads=(1, 2), fmt=fmt, count=count)
+    whole = everywhere(lambda y: multiply(matrix(fmt, weights), x, y), (count, 230), fmt=fmt)
+    same(got, whole, fmt=fmt, count=count)
+
+
 def test_c_refuses_nulls_and_empty_shapes():
     w = ffi.new("kimi_matrix *")
     data, floats_ = ffi.new("uint8_t[]", 4096), ffi.new("float[]", 1024)
@@ -348,7 +367,8 @@ def test_c_refuses_nulls_and_empty_shapes():
 
     assert call() == 0
     assert call(Format.PACKED) == 0
-    for name in ("w", "data", "x", "y", "scratch"):
+    assert call(x=ffi.NULL) == 0  # what the first call left in scratch
+    for name in ("w", "data", "y", "scratch"):
         assert call(**{name: ffi.NULL}) == lib.KIMI_E_ARGUMENT, name
     for name in ("table", "starts", "escapes"):
         assert call(Format.PACKED, **{name: ffi.NULL}) == lib.KIMI_E_ARGUMENT, name
