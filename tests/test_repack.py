@@ -235,7 +235,11 @@ def test_not_finite(
     rewrite(model, name, values)
     with pytest.raises(CheckpointError) as caught:
         repack(model, plain=plain)
-    assert str(caught.value) == f"{name} has {what} at element {element}"
+    offset = place.offset + element * values.itemsize
+    assert str(caught.value) == (
+        f"{path}: {name} has {what} at element {element}, offset {offset}: the shard is damaged, "
+        "download it again"
+    )
     not_whole(model, model / "kimi-trunk")
     values[element] = 0x7F7F if kind == "<u2" else 0x7F7FFFFF  # the largest number is finite
     rewrite(model, name, values)
@@ -260,7 +264,7 @@ def test_a_shard_cut_short_meanwhile(tmp_path: Path) -> None:
     def report(done: int, total: int) -> None:
         os.truncate(path, 20_000)
 
-    with pytest.raises(ReadError, match=r"ends at byte .*, wanted .* it has been cut short"):
+    with pytest.raises(ReadError, match=r"ends at byte .*, wanted .* bytes of .* cut short"):
         repack(model, report=report)
 
 
@@ -278,7 +282,7 @@ def test_a_read_error(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(ReadError, match=r"model-0000.*cannot be read: Input/output error"):
+    with pytest.raises(ReadError, match=r"model-0000.*: reading .* failed: Input/output error"):
         repack(small, tmp_path / "out")
 
 
