@@ -48,11 +48,14 @@ _new_entry = partial(tuple.__new__, Entry)  # Entry._make without a Python call 
 
 
 class ShortFile(CheckpointError):
-    """The file ends before its tensors do: `missing` bytes of it; `entries` is the whole header."""
+    """The file ends at byte `size`, before its tensors do: `missing` bytes of it; `entries` is the
+    whole header, `first` the name of the first tensor that is cut."""
 
-    def __init__(self, path: str, missing: int, entries: dict[str, Entry]) -> None:
+    def __init__(self, path: str, size: int, missing: int, entries: dict[str, Entry]) -> None:
         super().__init__(f"{path} is short by {missing:,} bytes")
-        self.missing, self.entries = missing, entries
+        self.size, self.missing, self.entries = size, missing, entries
+        cut = (name for name, entry in entries.items() if entry.offset + entry.length > size)
+        self.first = min(cut, key=lambda name: entries[name].offset)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -107,7 +110,7 @@ def parse_header(raw: bytes, file_size: int, path: str) -> dict[str, Entry]:
         raise CheckpointError(f"{path}: header is {error}") from None
     end = _data_end(entries, start, path)
     if end > file_size:
-        raise ShortFile(path, end - file_size, entries)
+        raise ShortFile(path, file_size, end - file_size, entries)
     if end < file_size:
         raise CheckpointError(f"{path}: {file_size - end:,} bytes after the last tensor")
     return entries

@@ -239,7 +239,10 @@ def test_every_missing_short_and_unreadable_shard_is_named(
         assert f"hf download moonshotai/Kimi-K3 {finding['file']} " in finding["fix"]
         assert str(model) in finding["fix"]
     words = [finding["what"] for finding in result["findings"]]
-    assert words[:4] == ["missing", "missing", "short by 1,000 bytes", "short by 1 bytes"]
+    assert words[:2] == ["missing", "missing"]
+    assert words[2].startswith("short by 1,000 bytes (it ends in layer ")
+    end = (model / names[5]).stat().st_size
+    assert words[3].startswith("short by 1 bytes (") and words[3].endswith(f"at offset {end})")
     run = kimi("verify", "-m", model)
     assert run.returncode == 5 and "5 findings" in run.stderr
     assert sum(line.startswith("BAD  model-") for line in run.stdout.splitlines()) == 5
