@@ -108,7 +108,6 @@ class Packer:
         """
         stored, tables, counted = self._choose(tensors)
         unit, header = lay_out(file, stored, self._config)
-        path.unlink(missing_ok=True)
         fd = create(path)
         try:
             crcs = [native.crc32c(header)]
