@@ -32,6 +32,8 @@ DTYPE_BYTES = {
 """Bytes of one element; dtypes below a byte are refused."""
 
 _MAX_RANK = 8
+_LONGEST = 120
+"""Characters of a tensor's name that are told: more than K3's names have."""
 _MAX_OFFSET = (1 << 63) - 1
 
 
@@ -174,7 +176,7 @@ def _entries(header: dict[str, Any], start: int) -> dict[str, Entry] | None:
 
 def _first_fault(header: dict[str, Any]) -> str:
     faults = ((name, _what_is_wrong(info)) for name, info in header.items())
-    return next(f"{show(name)} {fault}" for name, fault in faults if fault)
+    return next(f"{show(name, _LONGEST)} {fault}" for name, fault in faults if fault)
 
 
 def _what_is_wrong(info: Any) -> str:
@@ -213,7 +215,7 @@ def _data_end(entries: dict[str, Entry], start: int, path: str) -> int:
         if entry.offset != end:
             what = "overlaps the tensor before it" if entry.offset < end else "follows a hole"
             raise CheckpointError(
-                f"{path}: {show(name)} {what}: data offset {entry.offset - start}, "
+                f"{path}: {show(name, _LONGEST)} {what}: data offset {entry.offset - start}, "
                 f"wanted {end - start}"
             )
         end += entry.length
