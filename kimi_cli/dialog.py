@@ -221,7 +221,13 @@ class Dialog:
         try:
             write_whole(path, data + b"\n", scratch(path))
         except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+            reason = f"{path} cannot be written: {error.strerror or error}"
+            if isinstance(error, FileNotFoundError):
+                raise UsageError(reason) from None
+            if not self._keyboard.interactive:
+                raise KimiError(reason) from None
+            console.note(reason)
+            return
         self._saved.add(path)
         console.note(f"saved: {path}, for kimi generate --messages")
 

@@ -10,8 +10,8 @@
  *           read begins. kill: SIGKILL before the call. jump, still: what the clock does. none:
  *           nothing, to count calls
  *
- * Every firing adds a line to the file FAULTS_FIRED, where that is set: the file's path, or the
- * call. Calls that the C library makes for itself are out of reach.
+ * Every firing adds a line to the file FAULTS_FIRED, where that is set: the call and the file's
+ * path. Calls that the C library makes for itself are out of reach.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -81,12 +81,12 @@ __attribute__((constructor)) static void read_rules(void) {
 }
 
 /* Notes that a rule has done something; by hand, since `write` is ours. */
-static void fired(const char *what) {
-    const char *path = getenv("FAULTS_FIRED");
-    char line[4097];
-    if (!path) return;
-    int length = snprintf(line, sizeof line, "%s\n", what);
-    long fd = syscall(SYS_openat, AT_FDCWD, path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+static void fired(const char *call, const char *path) {
+    const char *log = getenv("FAULTS_FIRED");
+    char line[4200];
+    if (!log) return;
+    int length = snprintf(line, sizeof line, "%s %s\n", call, path);
+    long fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) return;
     syscall(SYS_write, fd, line, length);
     syscall(SYS_close, fd);
@@ -101,7 +101,7 @@ static int effect_on(const char *call, const char *path) {
         long number = __atomic_add_fetch(&rule->count, 1, __ATOMIC_SEQ_CST);
         if (number < rule->from || (rule->until > 0 && number > rule->until)) continue;
         if (number % rule->every) continue;
-        fired(path ? path : call);
+        fired(call, path ? path : "");
         if (rule->effect == KILL) syscall(SYS_kill, getpid(), SIGKILL);
         return rule->effect;
     }

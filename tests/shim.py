@@ -29,18 +29,17 @@ def _library() -> Path:
 
 def faulty(
     fired: Path, rules: str, *args: object, check: int | None = 0, **options: Any
-) -> tuple[subprocess.CompletedProcess[bytes], list[str]]:
-    """Runs `kimi` under `rules`; with it, what they were applied to: files, or calls. `fired` is a
-    file to be written."""
+) -> tuple[subprocess.CompletedProcess[bytes], list[tuple[str, str]]]:
+    """Runs `kimi` under `rules`; with it, the calls and paths that they were applied to. `fired` is
+    a file to be written."""
     fired.unlink(missing_ok=True)
     env = options.pop("env", environment())
     env = {**env, "LD_PRELOAD": str(_library()), "FAULTS": rules, "FAULTS_FIRED": str(fired)}
     done = kimi(*args, check=check, env=env, **options)
-    return done, fired.read_text().splitlines() if fired.exists() else []
+    lines = fired.read_text().splitlines() if fired.exists() else []
+    return done, [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines]
 
 
 def spread(total: int, most: int) -> list[int]:
-    """At most `most` of 1..total, both ends among them, evenly apart."""
-    if total <= most:
-        return list(range(1, total + 1))
-    return sorted({1 + (total - 1) * n // (most - 1) for n in range(most)})
+    """At most `most` of 1..total, evenly apart."""
+    return sorted({1 + total * (2 * n + 1) // (2 * most) for n in range(most)} - {total + 1})

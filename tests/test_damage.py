@@ -199,7 +199,7 @@ def test_an_io_error_in_any_read(
     met, chosen = set(), spread(len(calls), 150 if long else 8)
     for number in chosen:
         done, hit = faulty(fired, f"read {place} {number} EIO", *streamed.words, check=None)
-        said, name = done.stderr.decode(), Path(hit[0]).name
+        said, name = done.stderr.decode(), Path(hit[0][1]).name
         ends(done.stdout, streamed.good)
         if done.returncode == 0:  # the first read of a file only asks whether it can be direct
             assert done.stdout == streamed.good and said == ""
@@ -224,7 +224,7 @@ def test_a_file_that_shrinks(streamed: Streamed, tmp_path: Path, name: str) -> N
     path = next(path for path in (model / name, model / "kimi-trunk" / name) if path.exists())
     words = ("generate", "-m", model, *streamed.words[3:])
     done, hit = faulty(tmp_path / "fired", f"read {name} 30 cut", *words, check=1)
-    assert hit == [str(path)]
+    assert hit == [("read", str(path))]
     ends(done.stdout, streamed.good)
     said = done.stderr.decode()
     assert said.startswith(f"kimi: {path}: ends at byte ") and said.count("\n") == 1
