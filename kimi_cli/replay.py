@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -165,9 +166,10 @@ def table(steps: Sequence[Step], capacities: Iterable[int]) -> Iterator[dict[str
 def show(path: Path, slots: str) -> None:
     """Prints a table of hit rates; `slots` is `4,48,...`. Raises UsageError."""
     words = slots.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+    if not all(re.fullmatch(r"\s*0*[1-9][0-9]{0,5}\s*", word, re.ASCII) for word in words):
         raise UsageError(f"--slots wants numbers with commas between, like 4,48, not {slots!r}")
+    steps = read_trace(path)
     console.put("  slots" + "".join(f"{name:>10}" for name in (*POLICIES, "optimal")) + "\n")
-    for row in table(read_trace(path), map(int, words)):
+    for row in table(steps, map(int, words)):
         rates = "".join(f"{rate:>9.1%} " for name, rate in row.items() if name != "slots")
         console.put(f"{row['slots']:>7}{rates}".rstrip() + "\n")

@@ -117,13 +117,13 @@ def _fix(directory: Path, model_dir: Path) -> str:
 
 
 def _load(directory: Path, files: int) -> Manifest:
+    if not os.path.isdir(directory):
+        what = "is not a directory" if os.path.exists(directory) else "does not exist"
+        raise TrunkError(f"{directory} {what}, wanted a repacked trunk")
     try:
         return read_manifest(directory / MANIFEST)
     except FileNotFoundError:
         pass
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
-        raise TrunkError(f"{directory} {what}, wanted a repacked trunk")
     try:
         done = len(read_manifest(directory / PARTIAL).files)
     except FileNotFoundError:

@@ -10,8 +10,8 @@
  *           read begins. kill: SIGKILL before the call. jump, coarse: what the clock does.
  *           none: nothing, to count calls
  *
- * Every firing, but of the clock, adds a line to the file FAULTS_FIRED: the call and the file's
- * path. Calls that the C library makes for itself are out of reach.
+ * Every firing, but of the clock, adds a line to the file FAULTS_FIRED: the call, and the file's
+ * path or the bytes of memory. Calls that the C library makes for itself are out of reach.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -92,8 +92,11 @@ static void fired(const char *call, const char *path) {
     syscall(SYS_close, fd);
 }
 
-/* The effect on a call about the file at `path` (NULL: about none), 0 for none. */
-static int effect_on(const char *call, const char *path) {
+/* The effect on a call about the file at `path`, or about `bytes` of memory (-1: neither); 0 for
+ * none. */
+static int effect_of(const char *call, const char *path, long bytes) {
+    char size[24];
+    snprintf(size, sizeof size, "%ld", bytes);
     for (int i = 0; i < rule_count; i++) {
         struct rule *rule = &rules[i];
         if (strcmp(rule->call, call)) continue;
@@ -101,12 +104,14 @@ static int effect_on(const char *call, const char *path) {
         long number = __atomic_add_fetch(&rule->count, 1, __ATOMIC_SEQ_CST);
         if (number < rule->from || (rule->until > 0 && number > rule->until)) continue;
         if (number % rule->every) continue;
-        if (strcmp(call, "clock")) fired(call, path ? path : "");
+        if (strcmp(call, "clock")) fired(call, path ? path : size);
         if (rule->effect == KILL) syscall(SYS_kill, getpid(), SIGKILL);
         return rule->effect;
     }
     return 0;
 }
+
+static int effect_on(const char *call, const char *path) { return effect_of(call, path, -1); }
 
 static int effect_on_fd(const char *call, int fd) {
     char link[32], path[4096];
@@ -234,7 +239,7 @@ OPEN(open64)
 
 #define MMAP(name, type_offset)                                                                   \
     void *name(void *at, size_t size, int protection, int flags, int fd, type_offset offset) {    \
-        int effect = flags & MAP_ANONYMOUS ? effect_on("mmap", NULL) : 0;                         \
+        int effect = flags & MAP_ANONYMOUS ? effect_of("mmap", NULL, (long)size) : 0;             \
         if (effect > 0) {                                                                         \
             errno = effect;                                                                       \
             return MAP_FAILED;                                                                    \
