@@ -179,7 +179,8 @@ def _read_expert(trunk: Trunk, files: Files, job: _Expert, buffer: memoryview) -
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Keeps a second deep verification away, until this one ends or its process does."""
-    fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(directory / LOCK, flags, 0o666)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
