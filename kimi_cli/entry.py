@@ -24,9 +24,10 @@ def main() -> None:
 def _hold_standard_streams() -> None:
     """Where stdin, stdout or stderr is closed, no file shall get its number, and what a library
     then writes there."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
+    with contextlib.suppress(OSError):  # a system without /dev/null
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(fd)
 
 
 def _reason(error: BaseException) -> str:

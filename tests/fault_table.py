@@ -1,7 +1,8 @@
 """tests/FAULTS.md, made by a test run: every fault that was tried, how often, and the outcome.
 
 A test says what it tries with `@pytest.mark.fault(NAME, OUTCOME)`, and how often, if that is not
-once, with `record_property("tried", N)`. A plugin of pytest; `--faults FILE` writes the table.
+once, with `times=N` there or with `record_property("tried", N)`. A plugin of pytest; `--faults
+FILE` writes the table; lines of what was not tried this time stay.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ HERE = Path(__file__).parent
 TABLE = HERE / "FAULTS.md"
 HEAD = """# Faults
 
-What is done to `kimi` by its tests, how often in the run that made this table (`make faults`; a
-plain `make test` tries some of them less often), and what comes of it. Nothing is lost in any, no
-text is printed as good after any, and none ends in a traceback.
+What is done to `kimi` by its tests, how often when this line was made (`make faults`; a plain
+`make test` tries some of them less often), and what comes of it. Nothing is lost in any, no text is
+printed as good after any, and none ends in a traceback.
 
 | fault | tried | outcome |
 |---|---:|---|
 """
 
-_tried: dict[tuple[str, str], int] = {}
+Fault = tuple[str, str]
+"""Its name and its outcome."""
+
+_tried: dict[Fault, int] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fault(name, outcome): a fault that the test tries")
+    config.addinivalue_line("markers", "fault(name, outcome, times=1): a fault that the test tries")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -42,8 +46,9 @@ def pytest_runtest_makereport(
 ) -> Iterator[None]:
     report = yield
     if report.when == "call" and report.passed:
-        times = dict(item.user_properties).get("tried", 1)
+        tried = dict(item.user_properties).get("tried")
         for mark in item.iter_markers("fault"):
+            times = mark.kwargs.get("times", 1) if tried is None else tried
             _tried[mark.args] = _tried.get(mark.args, 0) + times
     return report
 
@@ -51,8 +56,17 @@ def pytest_runtest_makereport(
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--faults")
     if path:
-        rows = (f"| {name} | {_tried[name, said]} | {said} |\n" for name, said in sorted(_tried))
+        old = read(Path(path)) if Path(path).exists() else {}
+        times = {fault: n for fault, n in {**old, **_tried}.items() if fault in marked()}
+        rows = (f"| {name} | {times[name, said]} | {said} |\n" for name, said in sorted(times))
         Path(path).write_text(HEAD + "".join(rows), "utf-8")
+
+
+def read(path: Path) -> dict[Fault, int]:
+    """How often each fault was tried, by the table at `path`."""
+    rows = path.read_text("utf-8").partition("|---|---:|---|\n")[2].splitlines()
+    cells = (row.strip("| ").split(" | ") for row in rows)
+    return {(name, said): int(times) for name, times, said in cells}
 
 
 @pytest.fixture
@@ -61,8 +75,8 @@ def long(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--long"))
 
 
-def marked() -> set[tuple[str, str]]:
-    """Every (name, outcome) that a test here is marked with."""
+def marked() -> set[Fault]:
+    """Every fault that a test here is marked with."""
     found = set()
     for path in HERE.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -196,7 +196,7 @@ def test_an_io_error_in_any_read(
     fired, place = tmp_path / "fired", streamed.model.parent
     _, calls = faulty(fired, f"read {place} 1+ none", *streamed.words)
     assert len(calls) > 300
-    met, chosen = set(), spread(len(calls), 150 if long else 8)
+    met, chosen = set(), spread(len(calls), 60 if long else 8)
     for number in chosen:
         done, hit = faulty(fired, f"read {place} {number} EIO", *streamed.words, check=None)
         said, name = done.stderr.decode(), Path(hit[0][1]).name

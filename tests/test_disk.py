@@ -85,7 +85,7 @@ def test_a_full_disk(name: str, tmp_path: Path, long: bool, record_property: Rec
     whole = contents(out)
     tried = 0
     for call in WRITING if long else WRITING[:1]:
-        for number in spread(sum(called == call for called, _ in calls), 12 if long else 1):
+        for number in spread(sum(called == call for called, _ in calls), 5 if long else 1):
             fresh()
             rules = f"{call} {out} {number} ENOSPC"
             done, hit = faulty(fired, rules, *words, check=None, **options)

@@ -49,7 +49,7 @@ def test_memory_refused(
     good, made = faulty(tmp_path / "fired", "mmap trunk.json 1+ none", *words)
     planned = [number for number, (_, size) in enumerate(made, 1) if int(size) != ARENA]
     assert len(planned) > 15
-    chosen = spread(len(planned), 99 if long else 3)
+    chosen = spread(len(planned), 30 if long else 3)
     for number in (planned[at - 1] for at in chosen):
         rules = f"mmap trunk.json {number}+ ENOMEM"
         done, _ = faulty(tmp_path / "fired", rules, *words, check=None)
@@ -90,7 +90,7 @@ def limited(size: int) -> Callable[[], None]:
 def test_any_limit_on_address_space(long: bool, record_property: Record) -> None:
     words = [str(KIMI), *map(str, WORDS), "--ram", "70M"]
     good = subprocess.run(words, capture_output=True, timeout=60, env=environment()).stdout
-    said, sizes = set(), range(20, 240, 4 if long else 30)
+    said, sizes = set(), range(20, 240, 8 if long else 30)
     for size in sizes:
         done = subprocess.run(
             words, capture_output=True, timeout=60, env=environment(),
@@ -164,7 +164,7 @@ def test_switching_all_the_time(tmp_path: Path, long: bool, record_property: Rec
     plans = [
         (slots, pinned, threads) for slots in (1, 4) for pinned in (0.0, 0.4) for threads in (1, 2)
     ]
-    rounds = 40 if long else 2
+    rounds = 10 if long else 1
     sys.setswitchinterval(1e-6)
     try:
         for number in range(rounds):

@@ -47,7 +47,7 @@ class Held:
     "memory, descriptors and threads stay flat; the text is that of a run that holds everything",
 )
 def test_many_tokens(tmp_path: Path, long: bool, record_property: Record) -> None:
-    tokens = 5_000 if long else 300
+    tokens = 2_000 if long else 300
     asked = ("hi", "--ignore-eos", "-n", tokens, "--context", tokens + 100, "--threads", 1)
 
     def started(*more: object) -> subprocess.Popen[bytes]:
