@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) build.py pyproject.toml
 
-.PHONY: run test lint sanitize neon clean
+.PHONY: run test faults lint sanitize neon clean
 
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ lint: $(VENV)/developed
 
 test: lint
 	$(BIN)/pytest
+
+# The table of faults, each tried more often than `make test` has the time for.
+faults: $(VENV)/developed
+	$(BIN)/pytest -m fault --long --faults tests/FAULTS.md
 
 # The C rooms once more, built aside under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/developed

@@ -7,7 +7,9 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
+from typing import BinaryIO
 
 from kimi_cli.errors import Exit, KimiError
 
@@ -53,8 +55,7 @@ def _write(text: str) -> None:
     if sys.stdout is None:
         raise OutputClosed
     try:
-        sys.stdout.buffer.write(text.encode("utf-8", "replace"))
-        sys.stdout.buffer.flush()
+        _write_all(sys.stdout.buffer, text.encode("utf-8", "replace"))
     except BrokenPipeError:
         _silence_stdout()
         raise OutputClosed from None
@@ -63,16 +64,22 @@ def _write(text: str) -> None:
         raise KimiError(f"standard output cannot be written: {error.strerror}") from None
 
 
+def _write_all(stream: BinaryIO, data: bytes) -> None:
+    """All of `data`, however much the stream takes at once: it has no buffer where the environment
+    says so. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        left = left[stream.write(left) :]
+    stream.flush()
+
+
 def note(text: str) -> None:
     """One line for the person, on stderr; control characters are shown, not obeyed."""
     if sys.stderr is None:
         return
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + "\n"
-    try:
-        sys.stderr.buffer.write(line.encode("utf-8", "backslashreplace"))
-        sys.stderr.buffer.flush()
-    except OSError:
-        pass
+    with suppress(OSError):
+        _write_all(sys.stderr.buffer, line.encode("utf-8", "backslashreplace"))
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -50,7 +50,7 @@ class _Expert:
 @dataclass(slots=True)
 class Deep:
     """One reading: of `total` experts, `kept` are known from before and `read` were read, `good`
-    of them without a finding."""
+    of them without a finding. `done` once all are known and the table is on the disk."""
 
     trunk: Trunk
     reference: NDArray[np.uint32] | None
@@ -61,6 +61,7 @@ class Deep:
     total: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    done: bool = False
 
     def run(self, report: Report) -> None:
         """Reads what is left; `report` is called with the bytes read and those to read this time.
@@ -94,6 +95,7 @@ class Deep:
                 save_expert_sums(trunk, known.sums)
             (trunk.directory / PARTIAL).unlink()
             sync_directory(trunk.directory)
+            self.done = True
 
     def _read(self, left: NDArray[np.bool_], known: Known, report: Report) -> None:
         size = sum(self.trunk.experts.sizes)
@@ -177,7 +179,8 @@ def _read_expert(trunk: Trunk, files: Files, job: _Expert, buffer: memoryview) -
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Keeps a second deep verification away, until this one ends or its process does."""
-    fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(directory / LOCK, flags, 0o666)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

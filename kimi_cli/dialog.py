@@ -15,7 +15,7 @@ from kimi_cli import console
 from kimi_cli.answer import Settings
 from kimi_cli.commands import HELP, LINES, Command, Draft, Entry
 from kimi_cli.console import Terminated
-from kimi_cli.durable import write_whole
+from kimi_cli.durable import scratch, write_whole
 from kimi_cli.errors import KimiError, UsageError
 from kimi_cli.generate import Outcome, statistics
 from kimi_cli.keyboard import Keyboard
@@ -219,9 +219,15 @@ class Dialog:
             raise UsageError(f"{path} exists: /save wants the name of a new file")
         data = json.dumps(transcript(talk.history, talk.tokenizer), indent=1).encode()
         try:
-            write_whole(path, data + b"\n")
+            write_whole(path, data + b"\n", scratch(path))
         except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+            reason = f"{path} cannot be written: {error.strerror or error}"
+            if isinstance(error, FileNotFoundError):
+                raise UsageError(reason) from None
+            if not self._keyboard.interactive:
+                raise KimiError(reason) from None
+            console.note(reason)
+            return
         self._saved.add(path)
         console.note(f"saved: {path}, for kimi generate --messages")
 

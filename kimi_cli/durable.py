@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,20 @@ def write_at(fd: int, offset: int, data: Any) -> None:
             done += os.pwrite(fd, left[done:], offset + done)
 
 
-def create(path: Path) -> int:
-    """A descriptor of a new file at `path`: never of an old one, nor of a link's target.
+def read_at(fd: int, offset: int, count: int) -> bytes:
+    """The `count` bytes at `offset`, however many calls that takes; fewer where the file ends.
+    Raises OSError."""
+    pieces = []
+    while count and (piece := os.pread(fd, count, offset)):
+        pieces.append(piece)
+        offset, count = offset + len(piece), count - len(piece)
+    return b"".join(pieces)
 
-    Raises OSError.
-    """
+
+def create(path: Path) -> int:
+    """A descriptor of a new file at `path`, in the place of what was there: never of an old file,
+    nor of a link's target. Raises OSError."""
+    path.unlink(missing_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 
@@ -32,17 +42,21 @@ def scratch(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.part")
 
 
-def write_whole(path: Path, data: Any) -> None:
+def write_whole(path: Path, data: Any, temporary: Path | None = None) -> None:
     """Replaces the file at `path` by `data`, or leaves it as it was. Raises OSError."""
-    temporary = path.with_name(path.name + TEMPORARY)
-    temporary.unlink(missing_ok=True)
-    fd = create(temporary)
+    temporary = temporary or path.with_name(path.name + TEMPORARY)
     try:
-        write_at(fd, 0, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    rename(temporary, path)
+        fd = create(temporary)
+        try:
+            write_at(fd, 0, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        rename(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def rename(old: Path, new: Path) -> None:

@@ -31,13 +31,14 @@ class Embedding:
         Raises ReadError if it cannot be read or differs from its checksum.
         """
         offset = self._place.offset + token * self._size
-        start = self._file.read(offset, self._size, self._row)
+        name = f"the embedding of token {token}"
+        start = self._file.read(offset, self._size, self._row, name)
         raw = self._row[start : start + self._size]
         found, wanted = crc32c(raw), int(self._sums[token])
         if found != wanted:
             path = self._file.path
             raise ReadError(
-                f"{path}: the embedding of token {token}, {self._size} bytes at offset {offset}, "
+                f"{path}: {name}, {self._size} bytes at offset {offset}, "
                 f"has checksum {found:08x}, wanted {wanted:08x}: the file is damaged, "
                 f"{remedy.download(path.parent, [path.name])}"
             )

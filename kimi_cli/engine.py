@@ -85,7 +85,6 @@ class Engine:
         span: Spans = no_span,
     ) -> None:
         self.config, self.plan, self._span = source.config, plan, span
-        native.set_threads(plan.threads)
         trunk = source.trunk
         with ExitStack() as stack:
             self._reader = Reader(plan.readers, span)
@@ -129,8 +128,10 @@ class Engine:
         self._files.close()
 
     def load(self, report: Callable[[int, int], None] | None = None) -> None:
-        """Reads what the plan pins; before the first token."""
+        """Reads what the plan pins; before the first token. Raises KimiError where the system has
+        no threads to compute with: it is asked once everything else is allocated."""
         self.weights.load(report)
+        native.set_threads(self.plan.threads)
 
     def reset(self) -> None:
         """Back to before the first token, for another prompt: what is in memory stays there, and

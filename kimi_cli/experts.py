@@ -144,19 +144,21 @@ class Experts:
         shards = self._table.shard[layer, expert]
         offsets = self._table.offset[layer, expert]
         sizes = [rows * cols for rows, cols in self._shapes]
-        reads = []  # (file, offset, length, place in the buffer)
+        reads = []  # (file, offset, length, what it is, place in the buffer)
+        name = expert_prefix(layer, expert)
         if extent is not None:
-            reads.append((self._file(extent[0]), extent[1], self._extent, 0))
+            reads.append((self._file(extent[0]), extent[1], self._extent, f"{name}*", 0))
         else:
             at = 0
-            for shard, offset, size in zip(shards, offsets, sizes, strict=True):
-                reads.append((self._file(int(shard)), int(offset), size, at))
+            places = zip(shards, offsets, sizes, EXPERT_PARTS, strict=True)
+            for shard, offset, size, part in places:
+                reads.append((self._file(int(shard)), int(offset), size, name + part, at))
                 at += round_up(size + ALIGN)
 
         def work() -> int:
             starts: list[int] = []
-            for file, offset, length, at in reads:
-                lead = at + file.read(offset, length, buffer[at:])
+            for file, offset, length, what, at in reads:
+                lead = at + file.read(offset, length, buffer[at:], what)
                 pieces = sizes if extent is not None else [length]
                 for size in pieces:
                     starts.append(lead)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from kimi_cli.header import ShortFile
 from kimi_cli.jsonfile import shortlist, show
 from kimi_cli.tensors import PREFIX
 
@@ -36,6 +37,12 @@ class Faults:
             for kind, texts in self._texts.items()
             if texts
         ]
+
+
+def shortage(error: ShortFile) -> str:
+    """How much a file lacks, and from where on."""
+    place = f"{short_name(error.first)}, at offset {error.size}"
+    return f"by {error.missing:,} bytes (it ends in {place})"
 
 
 def short_name(name: str) -> str:

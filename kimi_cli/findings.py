@@ -16,7 +16,7 @@ from pathlib import Path
 from kimi_cli import index, remedy, schema
 from kimi_cli.config import MAX_BYTES, Config, load_config
 from kimi_cli.errors import CheckpointError, ConfigError, TokenizerError
-from kimi_cli.faults import Faults, short_name
+from kimi_cli.faults import Faults, short_name, shortage
 from kimi_cli.header import Entry, ShortFile, read_header
 from kimi_cli.jsonfile import parse_json, show
 from kimi_cli.shards import list_shards
@@ -168,7 +168,7 @@ def _shard_faults(path: Path, wanted: _Wanted | None) -> Iterator[str]:
     try:
         entries = read_header(path)
     except ShortFile as error:
-        yield f"short by {error.missing:,} bytes"
+        yield f"short {shortage(error)}"
         entries = error.entries
     except CheckpointError as error:
         yield str(error).removeprefix(str(path)).lstrip(": ")

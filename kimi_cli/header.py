@@ -32,6 +32,8 @@ DTYPE_BYTES = {
 """Bytes of one element; dtypes below a byte are refused."""
 
 _MAX_RANK = 8
+_LONGEST = 120
+"""Characters of a tensor's name that are told: more than K3's names have."""
 _MAX_OFFSET = (1 << 63) - 1
 
 
@@ -48,11 +50,14 @@ _new_entry = partial(tuple.__new__, Entry)  # Entry._make without a Python call 
 
 
 class ShortFile(CheckpointError):
-    """The file ends before its tensors do: `missing` bytes of it; `entries` is the whole header."""
+    """The file ends at byte `size`, before its tensors do: `missing` bytes of it; `entries` is the
+    whole header, `first` the name of the first tensor that is cut."""
 
-    def __init__(self, path: str, missing: int, entries: dict[str, Entry]) -> None:
+    def __init__(self, path: str, size: int, missing: int, entries: dict[str, Entry]) -> None:
         super().__init__(f"{path} is short by {missing:,} bytes")
-        self.missing, self.entries = missing, entries
+        self.size, self.missing, self.entries = size, missing, entries
+        cut = (name for name, entry in entries.items() if entry.offset + entry.length > size)
+        self.first = min(cut, key=lambda name: entries[name].offset)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -107,7 +112,7 @@ def parse_header(raw: bytes, file_size: int, path: str) -> dict[str, Entry]:
         raise CheckpointError(f"{path}: header is {error}") from None
     end = _data_end(entries, start, path)
     if end > file_size:
-        raise ShortFile(path, end - file_size, entries)
+        raise ShortFile(path, file_size, end - file_size, entries)
     if end < file_size:
         raise CheckpointError(f"{path}: {file_size - end:,} bytes after the last tensor")
     return entries
@@ -171,7 +176,7 @@ def _entries(header: dict[str, Any], start: int) -> dict[str, Entry] | None:
 
 def _first_fault(header: dict[str, Any]) -> str:
     faults = ((name, _what_is_wrong(info)) for name, info in header.items())
-    return next(f"{show(name)} {fault}" for name, fault in faults if fault)
+    return next(f"{show(name, _LONGEST)} {fault}" for name, fault in faults if fault)
 
 
 def _what_is_wrong(info: Any) -> str:
@@ -210,7 +215,7 @@ def _data_end(entries: dict[str, Entry], start: int, path: str) -> int:
         if entry.offset != end:
             what = "overlaps the tensor before it" if entry.offset < end else "follows a hole"
             raise CheckpointError(
-                f"{path}: {show(name)} {what}: data offset {entry.offset - start}, "
+                f"{path}: {show(name, _LONGEST)} {what}: data offset {entry.offset - start}, "
                 f"wanted {end - start}"
             )
         end += entry.length

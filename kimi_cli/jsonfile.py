@@ -45,8 +45,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def show(value: object) -> str:
-    """`value` as JSON in ASCII, at most 40 characters or so; large containers by size only."""
+def show(value: object, limit: int = 40) -> str:
+    """`value` as JSON in ASCII, `limit` characters or so; large containers by size only."""
     if isinstance(value, int) and value.bit_length() > 128:
         return "a number of more than 38 digits"
     if isinstance(value, float) and not math.isfinite(value):
@@ -59,7 +59,7 @@ def show(value: object) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 40 else text[:37] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def shortlist(items: Iterable[object], limit: int = 6, total: int | None = None) -> str:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kimi_cli.durable import TEMPORARY, rename, sync_directory, write_at
+from kimi_cli.durable import create, read_at, rename, scratch, sync_directory, write_at
 from kimi_cli.errors import KimiError, UsageError
 from kimi_cli.jsonfile import parse_json
 
@@ -96,14 +96,14 @@ class Ledger:
         """Leaves one result a line, in the order of the prompts. Raises KimiError."""
         if self._order == sorted(self.results):
             return
-        temporary = self.path.with_name(self.path.name + TEMPORARY)
+        temporary = scratch(self.path)
         try:
-            with temporary.open("wb") as file:
+            with os.fdopen(create(temporary), "wb") as file:
                 for line in sorted(self.results):
                     result = self.results[line]
                     for at in range(0, result.length, _COPY):
                         size = min(_COPY, result.length - at)
-                        file.write(os.pread(self._fd, size, result.offset + at))
+                        file.write(read_at(self._fd, result.offset + at, size))
                 file.flush()
                 os.fsync(file.fileno())
             rename(temporary, self.path)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kimi_cli._native import ffi, lib
 from kimi_cli.errors import CheckpointError, KimiError, NumericError, UsageError
+from kimi_cli.threads import require
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -63,7 +64,9 @@ def isa() -> str:
 
 
 def set_threads(count: int) -> None:
-    """Number of threads an operation may use, 1 to MAX_THREADS."""
+    """Number of threads an operation may use, 1 to MAX_THREADS. Raises KimiError if the system has
+    not so many: OpenMP, which starts them at their first use, would end the process."""
+    require(count - 1)
     if lib.kimi_threads_set(count) != 0:
         raise UsageError(f"{count} threads are not possible: 1 to {MAX_THREADS} are")
 

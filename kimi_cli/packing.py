@@ -25,9 +25,10 @@ from kimi_cli.durable import create, write_at
 from kimi_cli.errors import KimiError, ReadError
 from kimi_cli.layout import BLOCK, Stored, few_escapes, lay_out, may_pack
 from kimi_cli.native import U8, Format
-from kimi_cli.source import Source, high_bytes, require_finite
+from kimi_cli.source import Source
 from kimi_cli.tables import row_sums
 from kimi_cli.tensors import Tensor
+from kimi_cli.threads import starting
 from kimi_cli.trunkfile import Block, RowBlock, StoredMatrix, Unit, stamp
 
 WORKERS = 4
@@ -77,7 +78,7 @@ class Packer:
     """Writes the units of one trunk. `close` it: it holds threads and files.
 
     `advance` is called, by the thread that calls `write`, with bytes of the checkpoint dealt with:
-    in all, the length of each tensor.
+    in all, the length of each tensor. Raises KimiError where the system has no threads for it.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Packer:
         self._source = Source(checkpoint.shards)
         self._buffers = _Buffers()
         self._workers = max(2, min(WORKERS, len(os.sched_getaffinity(0))))
-        self._pool = ThreadPoolExecutor(self._workers, "kimi-pack")
+        self._pool = _pool(self._workers)
 
     def close(self) -> None:
         """Ends the threads, after the blocks they have in hand."""
@@ -107,7 +108,6 @@ class Packer:
         """
         stored, tables, counted = self._choose(tensors)
         unit, header = lay_out(file, stored, self._config)
-        path.unlink(missing_ok=True)
         fd = create(path)
         try:
             crcs = [native.crc32c(header)]
@@ -134,15 +134,15 @@ class Packer:
         Raises CheckpointError for NaN or infinity in it, ReadError if its shard cannot be read.
         """
         place = self._tensors[name]
-        rows, cols = place.shape
+        rows = place.shape[0]
         stride = place.length // rows
         step, sums = max(1, BLOCK // stride), np.empty(rows, np.uint32)
 
         def fill(row: int) -> int:
             count = min(step, rows - row)
             raw = self._buffers.get("raw", count * stride)
-            self._source.read(place, row * stride, raw)
-            require_finite(name, FORMATS[place.dtype], raw, row * cols)
+            self._source.read(name, place, row * stride, raw)
+            self._source.require_finite(name, place, FORMATS[place.dtype], row * stride, raw)
             sums[row : row + count] = row_sums(raw.reshape(count, stride))
             return len(raw)
 
@@ -183,8 +183,8 @@ class Packer:
 
         def count(start: int) -> tuple[int, NDArray[np.int64]]:
             raw = self._buffers.get("raw", min(BLOCK, place.length - start))
-            self._source.read(place, start, raw)
-            return len(raw), high_bytes(tensor.name, raw, start // 2)
+            self._source.read(tensor.name, place, start, raw)
+            return len(raw), self._source.high_bytes(tensor.name, place, start, raw)
 
         def add(found: tuple[int, NDArray[np.int64]]) -> None:
             np.add(counts, found[1], out=counts)
@@ -204,8 +204,9 @@ class Packer:
 
         for vector in unit.vectors:
             raw = at(vector.offset, vector.length)
-            self._source.read(self._tensors[vector.name], 0, raw)
-            require_finite(vector.name, vector.format, raw, 0)
+            place = self._tensors[vector.name]
+            self._source.read(vector.name, place, 0, raw)
+            self._source.require_finite(vector.name, place, vector.format, 0, raw)
             self._advance(vector.length)
         crcs: list[int] = []
         ends = {matrix.name: 0 for matrix in unit.matrices}
@@ -248,12 +249,13 @@ class Packer:
         matrix, piece, place = job.matrix, job.piece, job.place
         stride = place.length // matrix.rows
         raw = self._buffers.get("raw", piece.rows * stride)
-        self._source.read(place, piece.row * stride, raw)
+        start = piece.row * stride
+        self._source.read(matrix.name, place, start, raw)
         size = piece.rows * native.row_bytes(matrix.format, matrix.cols)
         block = self._buffers.get("block", piece.block.length) if job.into is None else job.into
         counts, escapes = np.zeros(piece.rows, np.uint32), np.zeros(0, np.uint32)
         if job.table is None:
-            require_finite(matrix.name, matrix.format, raw, piece.row * matrix.cols)
+            self._source.require_finite(matrix.name, place, matrix.format, start, raw)
             block[:size] = raw
         else:
             counts, escapes = self._pack(matrix, raw, job.table, block[:size])
@@ -314,6 +316,21 @@ class Packer:
             for future in waiting:
                 future.cancel()
             wait(waiting)
+
+
+def _pool(workers: int) -> ThreadPoolExecutor:
+    """A pool whose threads are there, so that no job fails of one later. Raises KimiError."""
+    pool, ready = ThreadPoolExecutor(workers, "kimi-pack"), threading.Event()
+    try:
+        with starting():
+            for _ in range(workers):
+                pool.submit(ready.wait)  # one that waits is not idle: the next has its own thread
+    except KimiError:
+        pool.shutdown(wait=False)
+        raise
+    finally:
+        ready.set()
+    return pool
 
 
 def _table(counts: NDArray[np.int64]) -> tuple[U8, int]:

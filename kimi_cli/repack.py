@@ -260,7 +260,8 @@ def _file_bytes(path: str) -> int:
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Keeps a second repack out of the same folder, until it ends or its process does."""
-    fd = os.open(out / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(out / LOCK, flags, 0o666)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,9 +11,12 @@ layer began. The ceiling is Belady's policy, which knows the future: it evicts w
 from __future__ import annotations
 
 import json
+import os
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 
 from kimi_cli import console
 from kimi_cli.cache import Key, Lru, Policy, Ranked
+from kimi_cli.durable import create, scratch
 from kimi_cli.errors import KimiError, UsageError
 from kimi_cli.jsonfile import parse_json
 from kimi_cli.native import F32
@@ -39,20 +43,28 @@ class Step:
 
 
 class TraceWriter:
-    """Writes a trace while a model runs; a context manager whose `trace` fits `Model`."""
+    """Writes a trace while a model runs; a context manager whose `trace` fits `Model`.
+
+    The file appears under its name at the end, also of a run that was interrupted. Raises KimiError
+    if it cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._part = scratch(path)
         try:
-            self._file = path.open("w", encoding="ascii")
+            self._file = os.fdopen(create(self._part), "w", encoding="ascii")
         except OSError as error:
-            raise KimiError(f"{path}: cannot be written: {error.strerror}") from None
+            raise self._failed(error) from None
 
     def trace(self, layer: int, position: int, ids: NDArray[np.int32], weights: F32) -> None:
         """Appends one line for each of the tokens of `ids` [T, k], the first at `position`."""
         for offset, experts in enumerate(ids.tolist()):
             line = {"position": position + offset, "layer": layer, "experts": experts}
-            self._file.write(json.dumps(line) + "\n")
+            try:
+                self._file.write(json.dumps(line) + "\n")
+            except OSError as failure:
+                raise self._failed(failure) from None
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -65,8 +77,15 @@ class TraceWriter:
     ) -> None:
         try:
             self._file.close()
-        except OSError as failed:
-            raise KimiError(f"{self._path}: cannot be written: {failed.strerror}") from None
+            os.replace(self._part, self._path)
+        except OSError as failure:
+            with suppress(OSError):
+                self._part.unlink()
+            if error is None:
+                raise self._failed(failure) from None
+
+    def _failed(self, error: OSError) -> KimiError:
+        return KimiError(f"{self._path}: cannot be written: {error.strerror}")
 
 
 def read_trace(path: Path) -> list[Step]:
@@ -147,9 +166,10 @@ def table(steps: Sequence[Step], capacities: Iterable[int]) -> Iterator[dict[str
 def show(path: Path, slots: str) -> None:
     """Prints a table of hit rates; `slots` is `4,48,...`. Raises UsageError."""
     words = slots.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+    if not all(re.fullmatch(r"\s*0*[1-9][0-9]{0,5}\s*", word, re.ASCII) for word in words):
         raise UsageError(f"--slots wants numbers with commas between, like 4,48, not {slots!r}")
+    steps = read_trace(path)
     console.put("  slots" + "".join(f"{name:>10}" for name in (*POLICIES, "optimal")) + "\n")
-    for row in table(read_trace(path), map(int, words)):
+    for row in table(steps, map(int, words)):
         rates = "".join(f"{rate:>9.1%} " for name, rate in row.items() if name != "slots")
         console.put(f"{row['slots']:>7}{rates}".rstrip() + "\n")

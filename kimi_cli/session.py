@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from kimi_cli.durable import sync_directory, write_at
+from kimi_cli.durable import read_at, sync_directory, write_at
 from kimi_cli.errors import KimiError, SessionError, UsageError
 from kimi_cli.journal import MAX_BYTES, parse, session_record, token_record, turn_record
 from kimi_cli.snapshot import Snapshot, load_state, read_snapshot, state_bytes, write_snapshot
@@ -190,7 +190,7 @@ class Session:
 
     def _copy(self) -> Iterator[bytes]:
         for at in range(0, self._size, _COPY):
-            yield os.pread(self._fd, min(_COPY, self._size - at), at)
+            yield read_at(self._fd, at, min(_COPY, self._size - at))
 
     def _append(self, record: bytes) -> None:
         try:

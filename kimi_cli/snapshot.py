@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kimi_cli.durable import TEMPORARY, rename, write_at
+from kimi_cli.durable import TEMPORARY, create, read_at, rename, write_at
 from kimi_cli.errors import CheckpointError, SessionError
 from kimi_cli.header import Entry, header_length, parse_header
 from kimi_cli.journal import FORMAT, MAX_BYTES, VERSION
@@ -77,10 +77,7 @@ def write_snapshot(path: Path, state: State, journal: Iterable[bytes], length: i
     held = list(arrays(state, state.position))
     header = _header(held, state.position, length)
     temporary = path.with_name(path.name + TEMPORARY)
-    with suppress(FileNotFoundError):
-        temporary.unlink()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o666)
+    fd = create(temporary)
     try:
         try:
             _write(fd, header, journal, [array for _, array in held])
@@ -231,11 +228,11 @@ def _read_snapshot(path: Path, fd: int) -> Snapshot:
 
 def _read_header(path: Path, fd: int, size: int) -> tuple[dict[str, Entry], bytes]:
     try:
-        prefix = os.pread(fd, 8, 0)
+        prefix = read_at(fd, 0, 8)
         length = header_length(prefix, size, str(path))
         if length > _MAX_HEADER:
             raise SessionError(f"{path} is not a session of kimi")
-        raw = prefix + os.pread(fd, length, 8)
+        raw = prefix + read_at(fd, 8, length)
         return parse_header(raw, size, str(path)), raw
     except SessionError:
         raise
@@ -314,7 +311,13 @@ def _read(path: Path, fd: int, start: int, pieces: list[memoryview], sums: list[
 def _read_into(path: Path, fd: int, offset: int, into: memoryview) -> None:
     done = 0
     while done < len(into):
-        count = os.preadv(fd, [into[done:]], offset + done)
+        try:
+            count = os.preadv(fd, [into[done:]], offset + done)
+        except OSError as error:
+            reason = error.strerror or error
+            raise SessionError(
+                f"{path}: reading {len(into)} bytes at {offset} failed: {reason}"
+            ) from None
         if count == 0:
             raise SessionError(f"{path} has become shorter while it was read")
         done += count

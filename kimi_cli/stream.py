@@ -17,7 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kimi_cli.errors import KimiError, ReadError
+from kimi_cli.threads import starting
 from kimi_cli.timing import READ, WAIT, Spans, no_span
+from kimi_cli.units import format_size
 
 ALIGN = 4096
 """Offsets, lengths and buffers of direct reads are multiples of this."""
@@ -39,7 +41,10 @@ def allocate(size: int) -> memoryview:
     try:
         region = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise KimiError(f"{size} bytes of memory could not be had: {error.strerror}") from None
+        raise KimiError(
+            f"the system refused {format_size(size)} of the memory that was planned "
+            f"({error.strerror}): lower --ram, or allow the process more"
+        ) from None
     if size >= HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
             region.madvise(mmap.MADV_HUGEPAGE)
@@ -83,10 +88,11 @@ class DirectFile:
         """Whether reads go past the page cache."""
         return self._fd == self._direct_fd
 
-    def read(self, offset: int, length: int, buffer: memoryview) -> int:
+    def read(self, offset: int, length: int, buffer: memoryview, name: str = "") -> int:
         """Reads `length` bytes at `offset` into `buffer`; returns where in it they begin.
 
-        `buffer` is page-aligned and holds the surrounding aligned range. Raises ReadError.
+        `buffer` is page-aligned and holds the surrounding aligned range. Raises ReadError, whose
+        text has the `name` of what lies there.
         """
         start = offset // ALIGN * ALIGN
         lead = offset - start
@@ -108,21 +114,19 @@ class DirectFile:
                     self._fall_back()
                     continue
                 raise ReadError(
-                    f"{self.path}: reading {length} bytes at {offset} failed: {error.strerror}"
+                    f"{self.path}: reading {_what(length, name)} at {offset} failed: "
+                    f"{error.strerror}"
                 ) from None
-            if count == 0:
-                raise ReadError(
-                    f"{self.path}: ends at byte {start + done}, wanted {length} bytes at {offset}: "
-                    "the file has been cut short"
-                )
             done += count
+            if count == 0 or (done < want and start + done >= os.fstat(fd).st_size):
+                raise ReadError(
+                    f"{self.path}: ends at byte {start + done}, wanted {_what(length, name)} at "
+                    f"{offset}: the file has been cut short"
+                )
             if done < want and count % ALIGN and direct:
                 done -= count % ALIGN  # a direct read must go on from an aligned offset
                 if count < ALIGN:
-                    raise ReadError(
-                        f"{self.path}: ends at byte {start + done + count}, wanted {length} bytes "
-                        f"at {offset}: the file has been cut short"
-                    )
+                    self._fall_back()
         if not self.direct:
             os.posix_fadvise(self._fd, start, room, os.POSIX_FADV_DONTNEED)
         return lead
@@ -145,6 +149,10 @@ class DirectFile:
         for fd in {self._fd, self._direct_fd} - {-1}:
             os.close(fd)
         self._fd = self._direct_fd = -1
+
+
+def _what(length: int, name: str) -> str:
+    return f"{length} bytes of {name}" if name else f"{length} bytes"
 
 
 class Ticket:
@@ -186,7 +194,8 @@ class Reader:
     """A pool of threads that run requests in order, urgent ones before all others.
 
     One thread submits; `close` waits for the requests that have begun and drops the rest. Requests
-    and waits are spans of `span`, which requests may use for parts of theirs.
+    and waits are spans of `span`, which requests may use for parts of theirs. Raises KimiError
+    where the system has no more threads.
     """
 
     def __init__(self, threads: int, span: Spans = no_span) -> None:
@@ -194,12 +203,18 @@ class Reader:
         self._queues: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())
         self._wake = threading.Condition()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"kimi-read-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            with starting():
+                for i in range(threads):
+                    thread = threading.Thread(
+                        target=self._serve, name=f"kimi-read-{i}", daemon=True
+                    )
+                    thread.start()
+                    self._threads.append(thread)
+        except KimiError:
+            self.close()
+            raise
 
     def submit(self, work: Callable[[], int], urgent: bool = False, label: str = "") -> Ticket:
         """Queues `work`, which reads and checks one buffer and returns where the bytes begin."""

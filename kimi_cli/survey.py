@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kimi_cli import index
 from kimi_cli.config import Config
 from kimi_cli.errors import CheckpointError
-from kimi_cli.faults import Faults, short_name
+from kimi_cli.faults import Faults, short_name, shortage
 from kimi_cli.header import Entry, ShortFile, read_header
 from kimi_cli.jsonfile import shortlist, show
 from kimi_cli.shards import list_shards
@@ -109,7 +109,7 @@ def survey(model_dir: Path, config: Config) -> Survey:
         try:
             entries, whole = read_header(path), True
         except ShortFile as error:
-            faults.add("short", f"{path.name} by {error.missing:,} bytes")
+            faults.add("short", f"{path.name} {shortage(error)}")
             entries, whole = error.entries, False
         except CheckpointError as error:
             faults.add("unreadable", str(error).replace(str(path), path.name))

@@ -41,6 +41,10 @@ DIRECTORY = "kimi-trunk"
 _MAX_HEADER = 1 << 20
 
 
+class _Foreign(TrunkError):
+    """A shard is not the one that the trunk was made from."""
+
+
 @dataclass(frozen=True, eq=False)
 class Trunk:
     """A whole trunk, made from the checkpoint it is used with.
@@ -69,6 +73,12 @@ class Trunk:
         """
         try:
             return cls._open(directory, model_dir, config)
+        except _Foreign as error:  # repacking a damaged shard would vouch for it
+            verify = f"kimi verify -m {shlex.quote(str(model_dir))}"
+            raise TrunkError(
+                f"{error}: see whether {verify} finds it damaged; if it was changed on purpose, "
+                f"{_fix(directory, model_dir)}"
+            ) from None
         except TrunkError as error:
             raise TrunkError(f"{error}: {_fix(directory, model_dir)}") from None
 
@@ -107,13 +117,13 @@ def _fix(directory: Path, model_dir: Path) -> str:
 
 
 def _load(directory: Path, files: int) -> Manifest:
+    if not os.path.isdir(directory):
+        what = "is not a directory" if os.path.exists(directory) else "does not exist"
+        raise TrunkError(f"{directory} {what}, wanted a repacked trunk")
     try:
         return read_manifest(directory / MANIFEST)
     except FileNotFoundError:
         pass
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
-        raise TrunkError(f"{directory} {what}, wanted a repacked trunk")
     try:
         done = len(read_manifest(directory / PARTIAL).files)
     except FileNotFoundError:
@@ -129,15 +139,13 @@ def _shards(made_from: Fingerprint, directory: Path, model_dir: Path) -> tuple[P
     foreign = f"{directory} was made from another checkpoint than {model_dir}"
     for shard in shards:
         if not os.path.exists(shard):
-            raise TrunkError(f"{foreign}: {shard.name} is not there")
+            raise _Foreign(f"{foreign}: {shard.name} is not there")
     found = fingerprint(shards, crc32c)
     for wanted, have in zip(made_from["shards"], found["shards"], strict=True):
         for key, value in wanted.items():
             if have[key] != value:
                 what = "size" if key == "size" else f"checksum of its {_PARTS[key]}"
-                raise TrunkError(
-                    f"{foreign}: {have['name']} has {what} {have[key]}, wanted {value}"
-                )
+                raise _Foreign(f"{foreign}: {have['name']} has {what} {have[key]}, wanted {value}")
     return shards
 
 

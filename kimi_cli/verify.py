@@ -221,13 +221,13 @@ class _Verification:
         ]
         if deep.kept:
             words.append(f"{deep.kept:,} known from before")
-        if deep.kept + deep.good == deep.total:
+        if deep.done:
             words.append("checksums equal" if deep.reference is not None else "checksums written")
         self._told.phase(
             "experts",
             ", ".join(words),
             deep.findings,
-            whole=deep.kept + deep.read == deep.total,
+            whole=deep.done,
             experts_read=deep.read,
             expert_bytes=deep.bytes,
         )

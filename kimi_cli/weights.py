@@ -271,7 +271,7 @@ class Weights:
         blocks = self._blocks(place)
 
         def work() -> int:
-            lead = file.read(segment.offset, segment.length, buffer)
+            lead = file.read(segment.offset, segment.length, buffer, self._name(place))
             at = lead
             for block in blocks:
                 with self._reader.span(CHECK, "crc32c"):

@@ -303,6 +303,7 @@ def test_interruption_keeps_what_there_is(
     assert [r["line"] for r in ended] == [1, 2, 3] and ended[0] == found[0]
 
 
+@pytest.mark.fault("disk: kill -9 of a batch (JSONL)", "it goes on to the same lines")
 def test_killed_at_any_moment(out: Path, tmp_path: Path) -> None:
     prompts = write(tmp_path / "p", *({"ids": [n]} for n in range(1, 60)))
     for _ in range(3):
@@ -334,6 +335,7 @@ def test_full_disk_is_a_sentence_and_the_rest_comes_later(out: Path, tmp_path: P
     assert results(out)[: len(kept)] == kept and len(results(out)) == 8
 
 
+@pytest.mark.fault("disk: two batches to one file", "the second is refused, exit code 1")
 def test_two_at_once(prompts: Path, out: Path) -> None:
     import fcntl
 

@@ -21,6 +21,7 @@ from kimi_cli import index
 from kimi_cli.checkpoint import EDGE, Checkpoint, fingerprint
 from kimi_cli.config import Config, load_config, parse_config
 from kimi_cli.errors import CheckpointError, Exit
+from kimi_cli.faults import short_name
 from kimi_cli.header import read_header
 from kimi_cli.synth import BUILTIN, make_config, write_checkpoint
 from kimi_cli.tensors import (
@@ -211,11 +212,21 @@ def test_missing_shard_that_the_index_does_not_know(model: Path) -> None:
 
 
 def test_short_shards(model: Path) -> None:
+    headers = {number: read_header(shard(model, number)) for number in (1, 3)}
+
+    def place(number: int) -> str:
+        """The tensor and the offset at which the shard now ends."""
+        size = shard(model, number).stat().st_size
+        for name, entry in headers[number].items():
+            if entry.offset <= size < entry.offset + entry.length:
+                return f"it ends in {short_name(name)}, at offset {size}"
+        raise AssertionError(number)
+
     for number, cut in ((1, 1), (3, 12345)):
         os.truncate(shard(model, number), shard(model, number).stat().st_size - cut)
     assert refusal(model) == (
-        "4 of 4 shards present; short: model-00001-of-000004.safetensors by 1 bytes, "
-        "model-00003-of-000004.safetensors by 12,345 bytes"
+        "4 of 4 shards present; short: model-00001-of-000004.safetensors by 1 bytes "
+        f"({place(1)}), model-00003-of-000004.safetensors by 12,345 bytes ({place(3)})"
     )
 
 

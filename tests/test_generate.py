@@ -218,6 +218,7 @@ def test_without_a_tokenizer_ids_are_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.fault("environment: no HOME, no locale, nothing at all", "the same text")
 def test_any_locale(locale: str) -> None:
     text = "\u4e16\u754c caf\u00e9 \U0001f600"
     done = kimi(
@@ -370,6 +371,9 @@ def test_full_disk_for_the_answer() -> None:
     assert done.stderr == b"kimi: standard output cannot be written: No space left on device\n"
 
 
+@pytest.mark.fault(
+    "damage: a flipped bit in a trunk block that is streamed", "said, exit code 1", times=2
+)
 def test_damaged_block_ends_the_run(tmp_path: Path) -> None:
     """Exit code 1, one sentence; with --json what was generated before is still there."""
     model = linked_model(tmp_path / "m")

@@ -235,7 +235,11 @@ def test_not_finite(
     rewrite(model, name, values)
     with pytest.raises(CheckpointError) as caught:
         repack(model, plain=plain)
-    assert str(caught.value) == f"{name} has {what} at element {element}"
+    offset = place.offset + element * values.itemsize
+    assert str(caught.value) == (
+        f"{path}: {name} has {what} at element {element}, offset {offset}: the shard is damaged, "
+        "download it again"
+    )
     not_whole(model, model / "kimi-trunk")
     values[element] = 0x7F7F if kind == "<u2" else 0x7F7FFFFF  # the largest number is finite
     rewrite(model, name, values)
@@ -260,7 +264,7 @@ def test_a_shard_cut_short_meanwhile(tmp_path: Path) -> None:
     def report(done: int, total: int) -> None:
         os.truncate(path, 20_000)
 
-    with pytest.raises(ReadError, match=r"ends at byte .*, wanted .* it has been cut short"):
+    with pytest.raises(ReadError, match=r"ends at byte .*, wanted .* bytes of .* cut short"):
         repack(model, report=report)
 
 
@@ -278,7 +282,7 @@ def test_a_read_error(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(ReadError, match=r"model-0000.*cannot be read: Input/output error"):
+    with pytest.raises(ReadError, match=r"model-0000.*: reading .* failed: Input/output error"):
         repack(small, tmp_path / "out")
 
 
@@ -457,6 +461,9 @@ def failing(
     return lambda: count
 
 
+@pytest.mark.fault(
+    "disk: a repack stopped in any system call", "the rerun gives byte-identical files", times=60
+)
 def test_stopped_at_any_system_call(small: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         count = failing(patch, -1, Stop(), CALLS)
@@ -526,6 +533,11 @@ def child(script: str, *args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.fault(
+    "disk: kill -9 at any point of a repack",
+    "the rerun gives byte-identical files, no other",
+    times=12,
+)
 def test_killed_a_dozen_times(small: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     """kill -9 at random moments; the same folder goes on each time."""
     out, rng, killed = tmp_path / "out", random.Random(7), 0
@@ -546,6 +558,10 @@ def test_killed_a_dozen_times(small: Path, whole: dict[str, bytes], tmp_path: Pa
     assert contents(out) == whole
 
 
+@pytest.mark.fault(
+    "disk: two repacks to one directory at once",
+    "one is refused with exit code 1, or finds it done",
+)
 def test_two_at_once(small: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     out, refused = tmp_path / "out", []
 
@@ -562,6 +578,7 @@ def test_two_at_once(small: Path, whole: dict[str, bytes], tmp_path: Path) -> No
 # ---- room, permissions, memory ----
 
 
+@pytest.mark.fault("disk: no room for a trunk", "said before anything is written, exit code 1")
 def test_no_room(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statvfs = os.statvfs(tmp_path)
     values = list(statvfs)
@@ -600,6 +617,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(where)], check=True)
 
 
+@pytest.mark.fault(
+    "disk: a small file system that fills during a repack",
+    "said, exit code 1, nothing half-published; the rerun completes to the same bytes",
+)
 def test_a_disk_that_fills(small: Path, whole: dict[str, bytes], small_disk: Path) -> None:
     out = small_disk / "out"
     ballast = small_disk / "ballast"
@@ -639,6 +660,7 @@ def read_only(small: Path) -> Iterator[Path]:
         os.chmod(model, 0o755)
 
 
+@pytest.mark.fault("disk: a directory or file that may not be written", "said, exit code 1 or 2")
 def test_read_only_model(read_only: Path) -> None:
     with pytest.raises(UsageError) as caught:
         repack(read_only)

@@ -406,6 +406,7 @@ def test_any_safetensors_reader_opens_it(made: Path) -> None:
     assert tensors["latent.003"].shape[0] == found.position
 
 
+@pytest.mark.fault("damage: a flipped bit or a cut in a session", "refused, exit code 3", times=60)
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_cut_file_is_refused(made: Path, data: st.DataObject) -> None:
@@ -418,6 +419,7 @@ def test_a_cut_file_is_refused(made: Path, data: st.DataObject) -> None:
     refused(path)
 
 
+@pytest.mark.fault("damage: a flipped bit or a cut in a session", "refused, exit code 3", times=100)
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_flipped_bit_is_refused(made: Path, data: st.DataObject) -> None:
@@ -549,6 +551,7 @@ def test_another_model(made: Path, tmp_path: Path) -> None:
 # --- where it is written -------------------------------------------------------------------------
 
 
+@pytest.mark.fault("security: a symbolic link planted where a file is replaced", "not followed")
 def test_links_are_not_followed(run: Run, tmp_path: Path) -> None:
     path, victim = tmp_path / "s", tmp_path / "victim"
     victim.write_bytes(b"mine")
@@ -577,6 +580,7 @@ def test_the_mask_of_the_user_is_kept(tmp_path: Path) -> None:
             assert file.stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.fault("disk: two runs with one session", "the second is refused, exit code 1")
 def test_one_process_at_a_time(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "s"
     with Session(path):
@@ -592,6 +596,11 @@ def limited(size: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+@pytest.mark.fault(
+    "disk: full while a session is kept",
+    "said, exit code 1; the old state and every id are kept",
+    times=2,
+)
 def test_a_full_disk_keeps_the_old_state_and_every_id(tmp_path: Path) -> None:
     path = tmp_path / "s"
     wanted = generate("hi", "-n", 9)
@@ -663,6 +672,9 @@ for number in range(int(sys.argv[3])):
 """
 
 
+@pytest.mark.fault(
+    "disk: kill -9 of a run with a session", "it goes on to the same text, no id is lost", times=50
+)
 def test_fifty_power_cuts(run: Run, fed: Fed, tmp_path: Path) -> None:
     path = tmp_path / "s"
     asked = ["hi", "--ignore-eos", "--temperature", "1", "--seed", "3"]

@@ -36,7 +36,7 @@ def test_memory_is_zeroed_and_on_a_page(size: int) -> None:
 
 
 def test_memory_that_is_not_to_be_had_is_a_sentence() -> None:
-    with pytest.raises(KimiError, match=r"^4611686018427387904 bytes of memory could not be had: "):
+    with pytest.raises(KimiError, match=r"^the system refused \S+ \S+ of the memory that"):
         allocate(1 << 62)
 
 

@@ -239,7 +239,10 @@ def test_every_missing_short_and_unreadable_shard_is_named(
         assert f"hf download moonshotai/Kimi-K3 {finding['file']} " in finding["fix"]
         assert str(model) in finding["fix"]
     words = [finding["what"] for finding in result["findings"]]
-    assert words[:4] == ["missing", "missing", "short by 1,000 bytes", "short by 1 bytes"]
+    assert words[:2] == ["missing", "missing"]
+    assert words[2].startswith("short by 1,000 bytes (it ends in layer ")
+    end = (model / names[5]).stat().st_size
+    assert words[3].startswith("short by 1 bytes (") and words[3].endswith(f"at offset {end})")
     run = kimi("verify", "-m", model)
     assert run.returncode == 5 and "5 findings" in run.stderr
     assert sum(line.startswith("BAD  model-") for line in run.stdout.splitlines()) == 5
@@ -326,6 +329,9 @@ def test_the_index_and_the_tokenizer(model: Path, capfd: pytest.CaptureFixture[s
 # ---- the trunk ----
 
 
+@pytest.mark.fault(
+    "damage: a flipped bit in a trunk block", "verify names file, tensor and offset, exit code 5"
+)
 def test_a_flipped_bit_in_any_block_is_found(
     model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -431,6 +437,9 @@ def rows_out_of_the_fingerprint(model: Path) -> tuple[Path, int, list[int]]:
     return path, offset, rows
 
 
+@pytest.mark.fault(
+    "damage: a flipped bit in the embedding", "said where it is met, exit code 1; verify finds it"
+)
 def test_a_flipped_bit_in_the_embedding_is_met(
     model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -533,6 +542,10 @@ def test_deep_writes_the_table(
 
 
 @pytest.mark.parametrize("name", ["model", "scattered"])
+@pytest.mark.fault(
+    "damage: a flipped bit in an expert, after verify --deep",
+    "said where it is met, exit code 1; verify --deep finds it",
+)
 def test_a_flipped_bit_in_an_expert_is_met(
     name: str, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
@@ -685,6 +698,7 @@ sys.exit(console.run(lambda: verify(Path(sys.argv[1]), deep=True)))
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
 )
+@pytest.mark.fault("disk: verify --deep interrupted or killed", "it goes on where it was")
 def test_an_interrupted_reading_goes_on(
     model: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:

@@ -22,6 +22,7 @@ from kimi_cli.engine import READERS
 from kimi_cli.layout import BLOCK
 from kimi_cli.plan import FLOOR_SLOTS, RING
 from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_up
+from kimi_cli.threads import starting
 
 MOST = 8
 """Threads that read at once to find the limit."""
@@ -172,8 +173,9 @@ class Disk:
 
         threads = [threading.Thread(target=serve, args=(b,), daemon=True) for b in self._most]
         started = time.perf_counter()
-        for thread in threads:
-            thread.start()
+        with starting():
+            for thread in threads:
+                thread.start()
         for thread in threads:
             thread.join()
         if failures:
