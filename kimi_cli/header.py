@@ -32,7 +32,8 @@ DTYPE_BYTES = {
 """Bytes of one element; dtypes below a byte are refused."""
 
 _MAX_RANK = 8
-_MAX_OFFSET = (1 << 63) - 1
+_MAX_OFFSET = 1 << 62
+"""So that the header before the data does not make it more than 63 bits."""
 
 
 class Entry(NamedTuple):
