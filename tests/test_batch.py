@@ -17,6 +17,7 @@ import pytest
 from command import KIMI, environment, generate, kimi, sentence, smallest_ram
 from running import make_model, plan_of, tighten
 
+from kimi_cli import batch, ledger
 from kimi_cli.engine import Engine
 from kimi_cli.errors import UsageError
 from kimi_cli.query import Manner, parse_query, query_id
@@ -262,6 +263,24 @@ def test_files_that_cannot_be(prompts: Path, out: Path, tmp_path: Path) -> None:
     assert "not a regular file" in sentence(
         kimi(*words(prompts, Path("/dev/null")), "--quiet", check=2)
     )
+
+
+def test_lines_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither prompts nor results are read beyond what could be a line of them."""
+    monkeypatch.setattr(batch, "MAX_BYTES", 5000)
+    (tmp_path / "p").write_bytes(b'{"ids": [1]}\n' + b" " * 5001)
+    with pytest.raises(UsageError, match=r"/p: line 2 is longer than 5,000 bytes, which no conte"):
+        list(batch.lines_of(tmp_path / "p"))
+    monkeypatch.setattr(ledger, "_LONGEST", 100_000)
+    for byte in (b"x", b"{", b"\0"):
+        (tmp_path / "o").write_bytes(byte * 300_000)
+        with pytest.raises(UsageError, match="is no result of kimi generate"):
+            ledger.Ledger(tmp_path / "o")
+    long = b'{"line": 1, "crc": "", "x": "%s"}\n' % (b"y" * 70_000)
+    for torn in (b"", long[:-1], bytes(70_000)):
+        (tmp_path / "o").write_bytes(long + torn)
+        with ledger.Ledger(tmp_path / "o") as found:
+            assert found.results[1].length == len(long) == (tmp_path / "o").stat().st_size
 
 
 def test_a_budget_too_small_for_the_longest(out: Path, tmp_path: Path) -> None:
