@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from kimi_cli import native
 from kimi_cli.builtin import ROOT, TINY
 from kimi_cli.config import load_config, parse_config
 from kimi_cli.engine import Engine, Source
-from kimi_cli.errors import NumericError, ReadError
+from kimi_cli.errors import CheckpointError, NumericError, ReadError
 from kimi_cli.experts import Experts
+from kimi_cli.header import parse_header
+from kimi_cli.manifest import MANIFEST, read_manifest, write_manifest
+from kimi_cli.native import crc32c
 from kimi_cli.trunk import Trunk
 
 BOUND = 5e-4
@@ -271,6 +275,67 @@ def test_logits_that_are_not_finite_end_the_run(
     monkeypatch.setattr(native, "expert_sum", spoiled)
     with pytest.raises(NumericError, match="NaN or infinity"):
         run(small, [1, 2])
+
+
+def forged(source: Source, tmp_path: Path, name: str, bits: bytes, element: int = 0) -> Source:
+    """A copy with `bits` in place of one element of a tensor in a trunk file, its checksum right:
+    nothing that `kimi repack` writes, and nothing that damage makes."""
+    model = shutil.copytree(source.trunk.directory.parent, tmp_path / "model")
+    trunk = model / "kimi-trunk"
+    manifest = read_manifest(trunk / MANIFEST)
+    for listed in manifest.files:
+        raw = bytearray((trunk / listed.name).read_bytes())
+        entry = parse_header(bytes(raw), len(raw), listed.name).get(name)
+        if entry is None:
+            continue
+        at = entry.offset + element * len(bits)
+        raw[at : at + len(bits)] = bits
+        (trunk / listed.name).write_bytes(raw)
+        for block in listed.blocks:
+            block[2] = crc32c(raw[block[0] : block[0] + block[1]])
+    write_manifest(trunk / MANIFEST, manifest)
+    return Source.open(model)
+
+
+NAN16, NAN32, INF32 = b"\xc0\x7f", b"\0\0\xc0\x7f", b"\0\0\x80\xff"
+LAYER = "language_model.model.layers.1."
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "element"),
+    [
+        (LAYER + "block_sparse_moe.gate.e_score_correction_bias", NAN32, 5),
+        (LAYER + "self_attn.A_log", NAN32, 1),
+        (LAYER + "self_attn.dt_bias", INF32, 7),
+        (LAYER + "input_layernorm.weight", NAN16, 3),
+        ("language_model.model.norm.weight", NAN16, 0),
+    ],
+)
+@pytest.mark.parametrize("ram", [0, None], ids=["streamed", "pinned"])
+def test_small_tensors_that_are_no_numbers_are_named(
+    small: Source, tmp_path: Path, name: str, bits: bytes, element: int, ram: int | None
+) -> None:
+    """An expert whose bias is NaN would never be chosen, and nothing else would tell."""
+    source = forged(small, tmp_path, name, bits, element)
+    said = rf"/kimi-trunk/.*: {name} has NaN or infinity at element {element}, offset [0-9]+: the t"
+    with pytest.raises(CheckpointError, match=said):
+        run(source, [1, 2], ram=ram)
+
+
+def test_a_router_that_gives_no_numbers_ends_the_run(small: Source, tmp_path: Path) -> None:
+    source = forged(small, tmp_path, LAYER + "block_sparse_moe.gate.weight", NAN16, 9)
+    with pytest.raises(NumericError, match=r"^the router of layer 1 gives NaN or infinity"):
+        run(source, [1, 2])
+
+
+def test_escapes_out_of_order_are_named(tmp_path: Path) -> None:
+    packed = make_model(tmp_path / "packed", 3, hidden_size=128, num_hidden_layers=2)
+    for name in ("mlp.gate_proj", "self_attn.q_proj"):
+        full = f"language_model.model.layers.0.{name}.weight"
+        source = forged(packed, tmp_path / name, f"{full}.escapes", b"\xff\xff\xff\xff")
+        said = rf"/kimi-trunk/layer-000\.safetensors: {full}: packed weights have escapes out of or"
+        with pytest.raises(CheckpointError, match=said):
+            run(source, [1, 2])
 
 
 def test_engine_that_cannot_be_made_leaves_nothing_behind(
