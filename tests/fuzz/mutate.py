@@ -18,31 +18,36 @@ VALUES: tuple[Any, ...] = (
 
 def mutate(data: bytes, rng: random.Random) -> bytes | None:
     """`data` with one change to one of its JSON texts; None where it holds none."""
+    before, rest = b"", data
+    if rest[:1].isdigit():  # of `either`
+        before, rest = rest[:1], rest[1:]
+    if _framed(rest) is None and b"\0" in rest:  # of the tokenizer's two files
+        ranks, zero, rest = rest.partition(b"\0")
+        before += ranks + zero
+    changed = _mutate_header(rest, rng) or mutate_json(rest, rng) or _mutate_line(rest, rng)
+    return None if changed is None else before + changed
+
+
+def _mutate_header(data: bytes, rng: random.Random) -> bytes | None:
     framed = _framed(data)
-    if framed is not None:
-        size, text, rest = framed
-        changed = mutate_json(text, rng)
-        if changed is None:
-            return None
-        if rng.random() < 0.9:
-            changed += b" " * max(0, size - len(changed))
-        return len(changed).to_bytes(8, "little") + changed + rest
-    before, zero, after = data.partition(b"\0")
-    if zero:
-        changed = mutate(after, rng)
-        return None if changed is None else before + zero + changed
-    changed = mutate_json(data, rng)
-    if changed is not None:
-        return changed
+    changed = mutate_json(framed[1], rng) if framed else None
+    if framed is None or changed is None:
+        return None
+    if rng.random() < 0.9:
+        changed += b" " * max(0, framed[0] - len(changed))
+    return len(changed).to_bytes(8, "little") + changed + framed[2]
+
+
+def _mutate_line(data: bytes, rng: random.Random) -> bytes | None:
     lines = data.split(b"\n")
     at = rng.randrange(len(lines))
     if rng.random() < 0.2:
         lines.insert(at, rng.choice(lines))
-    else:
-        line = mutate_json(lines[at], rng)
-        if line is None:
-            return None
-        lines[at] = line
+        return b"\n".join(lines)
+    line = mutate_json(lines[at], rng)
+    if line is None:
+        return None
+    lines[at] = line
     return b"\n".join(lines)
 
 

@@ -23,7 +23,7 @@ from kimi_cli.tokenizer import Tokenizer
 from kimi_cli.turns import begin
 
 from .model import CONFIG, model_at
-from .target import Reader, Target, json_variants
+from .target import Reader, Target, either, json_variants
 
 _USER = {"role": "user", "content": "hi"}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x"]}'}}
@@ -249,9 +249,7 @@ def text_seeds() -> list[bytes]:
 
 
 TARGETS = {
-    "messages": Target(messages, messages_seeds),
+    "messages": either(Target(messages, messages_seeds), Target(text, text_seeds)),
     "prompts": Target(prompts, prompts_seeds),
-    "ledger": Target(ledger, ledger_seeds),
-    "trace": Target(trace, trace_seeds),
-    "text": Target(text, text_seeds),
+    "lines": either(Target(ledger, ledger_seeds), Target(trace, trace_seeds)),
 }

@@ -23,6 +23,29 @@ class Target:
     megabytes: int = 64
 
 
+def either(*targets: Target) -> Target:
+    """One target of several alike: the first byte of the data says whose the rest is."""
+
+    def make(folder: Path) -> Reader:
+        readers = []
+        for number, target in enumerate(targets):
+            own = folder / str(number)
+            own.mkdir()
+            readers.append(target.make(own))
+
+        def read(data: bytes) -> None:
+            if data:
+                readers[data[0] % len(readers)](data[1:])
+
+        return read
+
+    def seeds() -> Iterable[bytes]:
+        for number, target in enumerate(targets):
+            yield from (b"%d%s" % (number, seed) for seed in target.seeds())
+
+    return Target(make, seeds)
+
+
 def json_variants(whole: bytes) -> list[bytes]:
     """`whole`, a JSON text, and texts of its kind that no writer makes."""
     return [

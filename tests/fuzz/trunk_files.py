@@ -35,7 +35,7 @@ from kimi_cli.trunk import Trunk, open_unit
 from kimi_cli.trunkcheck import TrunkCheck
 
 from .model import CONFIG, SHARD, model_at, original
-from .target import Reader, Target, json_variants
+from .target import Reader, Target, either, json_variants
 
 _FACTS = ("format", "version", "encoding", "fingerprint", "embedding", "tables")
 
@@ -257,7 +257,7 @@ def weights(folder: Path) -> Reader:
             for n in range(0, len(data) - 4, 5):
                 if data[n] % len(PATCHED) == at:
                     room = len(raw) - start[name] - 2
-                    place = start[name] + int.from_bytes(data[n + 1 : n + 3], "little") * 4 % room
+                    place = start[name] + int.from_bytes(data[n + 1 : n + 3], "little") * 2 % room
                     changed[place : place + 2] = data[n + 3 : n + 5]
             (model / name).write_bytes(changed)
         seal()
@@ -290,8 +290,6 @@ def weights_seeds() -> list[bytes]:
 
 TARGETS = {
     "manifest": Target(manifest, manifest_seeds),
-    "unit": Target(unit, unit_seeds),
-    "tables": Target(tables, tables_seeds),
-    "sums": Target(sums, sums_seeds),
-    "weights": Target(weights, weights_seeds),
+    "layer": either(Target(unit, unit_seeds), Target(weights, weights_seeds)),
+    "tables": either(Target(tables, tables_seeds), Target(sums, sums_seeds)),
 }
