@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from kimi_cli import remedy
 from kimi_cli.checkpoint import Location
 from kimi_cli.errors import CheckpointError, ReadError
+from kimi_cli.finite import NUMBERS, not_finite, search, suspicious, told
 from kimi_cli.native import U8, Format, pack_histogram
 
 FORMATS = {"BF16": Format.BF16, "F32": Format.F32}
 """Of a tensor's values, by dtype."""
-_SLICE = 1 << 18  # values looked at together
 
 
 class Source:
@@ -57,8 +57,8 @@ class Source:
         """How often [256] each high byte occurs in BF16 `raw`. Raises as `require_finite` does."""
         counts = np.zeros(256, np.int64)
         pack_histogram(raw.view(np.uint16), counts)
-        if _suspicious(counts):
-            self._refuse(name, place, first, _search(raw.view(np.uint16), 0x7F80))
+        if suspicious(counts.nonzero()[0]):
+            self._refuse(name, place, first, search(raw.view(np.uint16), 0x7F80))
         return counts
 
     def _refuse(
@@ -66,11 +66,11 @@ class Source:
     ) -> None:
         if found is None:
             return
-        path, element = self._shards[place.shard], first + found[0]
-        offset = place.offset + element * (2 if place.dtype == "BF16" else 4)
+        path = self._shards[place.shard]
+        offset = place.offset + (first + found[0]) * NUMBERS[FORMATS[place.dtype]]
         raise CheckpointError(
-            f"{path}: {name} has {found[1]} at element {element}, offset {offset}: the file is "
-            f"damaged, {remedy.download(path.parent, [path.name])}"
+            f"{path}: {told(name, found, first, offset)}: the file is damaged, "
+            f"{remedy.download(path.parent, [path.name])}"
         )
 
     def drop(self, places: Iterable[Location]) -> None:
@@ -92,27 +92,3 @@ class Source:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
-
-
-def not_finite(fmt: Format, raw: U8) -> tuple[int, str] | None:
-    """Which value of `raw`, BF16 or F32, is the first to be no number, and what it is."""
-    if fmt == Format.F32:
-        return _search(raw.view(np.uint32), 0x7F800000)
-    counts = np.zeros(256, np.int64)
-    pack_histogram(raw.view(np.uint16), counts)
-    return _search(raw.view(np.uint16), 0x7F80) if _suspicious(counts) else None
-
-
-def _suspicious(counts: NDArray[np.int64]) -> bool:
-    """Whether any high byte can begin a NaN or an infinity: only 0x7F and 0xFF can."""
-    return bool(counts[0x7F] or counts[0xFF])
-
-
-def _search(bits: NDArray[np.uint16] | NDArray[np.uint32], exponent: int) -> tuple[int, str] | None:
-    for at in range(0, bits.size, _SLICE):
-        masked = bits[at : at + _SLICE] & bits.dtype.type(exponent)
-        if masked.max() == exponent:
-            index = int((masked == exponent).argmax()) + at
-            mantissa = int(bits[index]) & (exponent & -exponent) - 1
-            return index, "NaN" if mantissa else "infinity"
-    return None

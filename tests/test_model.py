@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from reference_model import ReferenceModel
-from running import Run, make_model, run, tighten
+from running import Run, forged, make_model, run, tighten
 
 from kimi_cli import native
 from kimi_cli.builtin import ROOT, TINY
@@ -18,9 +17,6 @@ from kimi_cli.config import load_config, parse_config
 from kimi_cli.engine import Engine, Source
 from kimi_cli.errors import CheckpointError, NumericError, ReadError
 from kimi_cli.experts import Experts
-from kimi_cli.header import parse_header
-from kimi_cli.manifest import MANIFEST, read_manifest, write_manifest
-from kimi_cli.native import crc32c
 from kimi_cli.trunk import Trunk
 
 BOUND = 5e-4
@@ -275,26 +271,6 @@ def test_logits_that_are_not_finite_end_the_run(
     monkeypatch.setattr(native, "expert_sum", spoiled)
     with pytest.raises(NumericError, match="NaN or infinity"):
         run(small, [1, 2])
-
-
-def forged(source: Source, tmp_path: Path, name: str, bits: bytes, element: int = 0) -> Source:
-    """A copy with `bits` in place of one element of a tensor in a trunk file, its checksum right:
-    nothing that `kimi repack` writes, and nothing that damage makes."""
-    model = shutil.copytree(source.trunk.directory.parent, tmp_path / "model")
-    trunk = model / "kimi-trunk"
-    manifest = read_manifest(trunk / MANIFEST)
-    for listed in manifest.files:
-        raw = bytearray((trunk / listed.name).read_bytes())
-        entry = parse_header(bytes(raw), len(raw), listed.name).get(name)
-        if entry is None:
-            continue
-        at = entry.offset + element * len(bits)
-        raw[at : at + len(bits)] = bits
-        (trunk / listed.name).write_bytes(raw)
-        for block in listed.blocks:
-            block[2] = crc32c(raw[block[0] : block[0] + block[1]])
-    write_manifest(trunk / MANIFEST, manifest)
-    return Source.open(model)
 
 
 NAN16, NAN32, INF32 = b"\xc0\x7f", b"\0\0\xc0\x7f", b"\0\0\x80\xff"
