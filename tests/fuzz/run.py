@@ -1,7 +1,8 @@
 """Fuzzes one target by coverage, with atheris: `python -m fuzz.run TARGET --seconds 300`.
 
 Run it in tests/. What it finds lies in build/fuzz/TARGET, a finding as `crash-...`: fix it, and put
-the input into fuzz/corpus/TARGET with a name that says what it was.
+the input into fuzz/corpus/TARGET with a name that says what it was. `python -m fuzz.keep TARGET`
+adds the smallest of the rest that reach something new.
 """
 
 from __future__ import annotations

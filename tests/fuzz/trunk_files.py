@@ -261,6 +261,8 @@ def weights(folder: Path) -> Reader:
                     changed[place : place + 2] = data[n + 3 : n + 5]
             (model / name).write_bytes(changed)
         seal()
+        if len(data) % 2:  # it takes long
+            TrunkCheck(trunk, model, CONFIG, []).run(survey(model, CONFIG), (), ignore)
         source = Source.open(model)
         with suppress(KimiError):
             Deep(source.trunk, None, []).run(ignore)
