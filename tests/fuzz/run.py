@@ -8,6 +8,7 @@ adds the smallest of the rest that reach something new.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import resource
 import sys
@@ -54,6 +55,7 @@ def main() -> None:
                 changed = atheris.Mutate(data, most)
             return bytes(changed)
 
+        os.fsync = os.fdatasync = lambda fd: None  # no power cut is meant: a thousand times faster
         _limit_memory()
         words = [
             sys.argv[0],
