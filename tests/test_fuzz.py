@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
 from pathlib import Path
 
 import pytest
+from fuzz.mutate import mutate
 from fuzz.targets import CORPUS, TARGETS, saved
 
 from kimi_cli.errors import KimiError
@@ -46,3 +48,24 @@ def test_every_input_ends_in_success_or_an_error_of_ours(name: str, tmp_path: Pa
 def test_the_saved_inputs_are_few_and_all_used() -> None:
     assert {path.name for path in CORPUS.iterdir()} <= TARGETS.keys()
     assert sum(path.stat().st_size for path in CORPUS.rglob("*")) < 300_000
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_changed_inputs_end_no_otherwise(name: str, tmp_path: Path) -> None:
+    """A few of what fuzzing tries: seeds with one to three changes that keep their form."""
+    read, rng = TARGETS[name].make(tmp_path), random.Random(name)
+    seeds = list(TARGETS[name].seeds())
+    began = time.monotonic()
+    for number in range(100):
+        data = rng.choice(seeds)
+        for _ in range(rng.randint(1, 3)):
+            data = mutate(data, rng) or data
+        try:
+            read(data)
+        except KimiError as error:
+            assert str(error) and "\n" not in str(error), data
+        except BaseException as error:
+            error.args = (*error.args, f"target {name}, input {number}: {data[:2000]!r}")
+            raise
+        if time.monotonic() - began > 4:
+            break
