@@ -133,7 +133,7 @@ class Ledger:
         torn = b""
         with open(self._fd, "rb", closefd=False) as file:
             while raw := file.readline(_LONG):
-                if len(raw) == _LONG and raw[:1] in (b"{", b"\0"):
+                if raw[:1] in (b"{", b"\0") and not raw.endswith(b"\n"):
                     raw += file.readline(_LONGEST)
                 found = None if torn else _result(raw, at)
                 if found is None:

@@ -281,6 +281,11 @@ def test_lines_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (tmp_path / "o").write_bytes(long + torn)
         with ledger.Ledger(tmp_path / "o") as found:
             assert found.results[1].length == len(long) == (tmp_path / "o").stat().st_size
+    even = b'{"line": 2, "crc": "", "x": "%s"}\n'
+    even %= b"y" * (ledger._LONG - len(even) + 2)
+    (tmp_path / "o").write_bytes(even + long)
+    with ledger.Ledger(tmp_path / "o") as found:
+        assert found.results[2].length == ledger._LONG and found.results[1].length == len(long)
 
 
 def test_a_budget_too_small_for_the_longest(out: Path, tmp_path: Path) -> None:
