@@ -410,6 +410,10 @@ def test_a_line_takes_the_place_of_options() -> None:
         (b'{"prompt": "x", "max_tokens": -1}', "max_tokens wants 0 or more, not -1"),
         (b'{"prompt": "x", "temperature": "1"}', "temperature wants a number"),
         (b'{"prompt": "x", "top_p": 2}', "--top-p wants more than 0"),
+        (
+            b'{"prompt": "x", "top_p": 1%s}' % (b"0" * 400),
+            "top_p wants a number, found a number of",
+        ),
         (b'{"prompt": "x", "stop": [""]}', "stop wants a text or a list of texts"),
         (b'{"prompt": "x", "thinking": "much"}', "thinking wants one of off, low"),
         (b'{"prompt": "x", "raw": 1}', "raw wants true or false, found 1"),
