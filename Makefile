@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) build.py pyproject.toml
 
-.PHONY: run test faults lint sanitize neon clean
+.PHONY: run test faults lint sanitize neon tsan fuzz clean
 
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +62,54 @@ neon: $(VENV)/installed
 		[print(f'golden {name:<10} {bits[name]:08X}') for name in bits]" > build/neon/golden.txt
 	grep golden build/neon/there.txt | diff build/neon/golden.txt -
 	@cat build/neon/there.txt
+
+# The threads of the C rooms under ThreadSanitizer: the program of `make neon`, every operation split
+# however small, with the tool of LLVM's OpenMP that tells the sanitizer of its barriers. Nothing is
+# suppressed; a program with a race shows first that one would be seen, and one without, that a
+# barrier is known.
+CLANG := clang-14
+ARCHER = $(dir $(realpath $(shell command -v $(CLANG))))../lib/libarcher.so
+TSAN = OMP_WAIT_POLICY=passive OMP_TOOL_LIBRARIES=$(ARCHER) \
+	TSAN_OPTIONS=ignore_noninstrumented_modules=1
+tsan: $(VENV)/installed
+	@command -v $(CLANG) > /dev/null && test -e $(ARCHER) || { \
+		echo "make tsan needs $(CLANG) and libarcher.so; on Debian:" \
+			"apt-get install clang-14 libomp-14-dev" >&2; \
+		exit 1; }
+	mkdir -p build/tsan
+	$(BIN)/python -c "import build; print(*build.FLAGS, '-O1 -g -fsanitize=thread -DKIMI_WORK=1')" \
+		> build/tsan/flags
+	$(CLANG) @build/tsan/flags -o build/tsan/control tests/race/control.c
+	$(CLANG) @build/tsan/flags -o build/tsan/operations $(CHECK)
+	! $(TSAN) build/tsan/control race > build/tsan/race.txt 2>&1
+	grep -q "ThreadSanitizer: data race" build/tsan/race.txt
+	$(TSAN) build/tsan/control
+	$(TSAN) build/tsan/operations
+
+# Fuzzing, one target after another: each kind of file by coverage with atheris, then the C
+# operations with libFuzzer under the address and undefined-behaviour sanitizers.
+FUZZ_SECONDS ?= 300
+FUZZ_TARGETS ?= $(shell $(BIN)/python -c "import sys; sys.path.insert(0, 'tests'); \
+	from fuzz.targets import TARGETS; print(*TARGETS)" 2> /dev/null)
+FUZZ_GROUPS ?= products others
+fuzz: $(VENV)/developed build/fuzz/operations
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,fuzz]'
+	cd tests && for target in $(FUZZ_TARGETS); do \
+		../$(BIN)/python -m fuzz.run $$target --seconds $(FUZZ_SECONDS) || exit 1; done
+	for group in $(FUZZ_GROUPS); do \
+		mkdir -p build/fuzz/c-$$group && cp build/fuzz/operations build/fuzz/$$group && \
+		OMP_WAIT_POLICY=passive build/fuzz/$$group -max_total_time=$(FUZZ_SECONDS) -timeout=20 \
+			-len_control=0 -max_len=4096 -print_final_stats=1 \
+			-artifact_prefix=build/fuzz/c-$$group/ build/fuzz/c-$$group || exit 1; done
+
+build/fuzz/operations: $(wildcard csrc/*) tests/fuzz/operations.c $(VENV)/installed
+	@command -v $(CLANG) > /dev/null || { \
+		echo "make fuzz needs $(CLANG); on Debian: apt-get install clang-14 libomp-14-dev" >&2; \
+		exit 1; }
+	mkdir -p build/fuzz
+	$(BIN)/python -c "import build; print(*build.FLAGS, '-O2 -g -fno-sanitize-recover=all', \
+		'-fsanitize=fuzzer,address,undefined,float-cast-overflow')" > build/fuzz/flags
+	$(CLANG) @build/fuzz/flags -o $@ csrc/*.c tests/fuzz/operations.c -Icsrc -Wall -Wextra -lm
 
 clean:
 	rm -rf $(VENV) build dist kimi_cli/*.so

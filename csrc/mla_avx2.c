@@ -93,9 +93,10 @@ AVX2_INLINE void score_rows(const float *cache, int rows, const float *q, int64_
         }
         for (int r = 0; r < rows; r++)
             for (int h = 0; h < heads; h++)
-                half[i][r][h] = left ? _mm256_fmadd_ps(_mm256_loadu_ps(tail[SCORE_ROWS + h] + 8 * i),
-                                                       _mm256_loadu_ps(tail[r] + 8 * i), acc[r][h])
-                                     : acc[r][h];
+                half[i][r][h] =
+                    left ? _mm256_fmadd_ps(_mm256_loadu_ps(tail[SCORE_ROWS + h] + 8 * i),
+                                           _mm256_loadu_ps(tail[r] + 8 * i), acc[r][h])
+                         : acc[r][h];
     }
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < heads; h++)

@@ -1,4 +1,4 @@
-/* op_expert.c: a routed expert as one operation, so that its threads meet once and not ten times. */
+/* op_expert.c: a routed expert as one operation: its threads meet three times, not eleven. */
 #include "parallel.h"
 
 /* Rows of W1 and W3 that a thread takes at least: the columns that prepare_mxfp4 wants together. */

@@ -32,9 +32,14 @@ static inline void float_leave(unsigned long old) {
 #error "kimi runs on x86-64 and arm64"
 #endif
 
-/* Threads worth starting for `work` elementary steps: waking one costs some microseconds. */
+/* Elementary steps worth waking a thread for, which costs some microseconds. A build that looks for
+ * races makes it 1, so that the smallest operation is split too. */
+#ifndef KIMI_WORK
+#define KIMI_WORK 16384
+#endif
+
 static inline int threads_for(int64_t work) {
-    int64_t most = work / 16384 + 1;
+    int64_t most = work / KIMI_WORK + 1;
     return most < kimi_threads() ? (int)most : kimi_threads();
 }
 

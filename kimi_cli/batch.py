@@ -6,6 +6,7 @@ answer  each of them in turn -> a line of results, synced      -> the next
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from kimi_cli.generate import Job, Outcome, generate, statistics
 from kimi_cli.halt import Halt
 from kimi_cli.ledger import Ledger
 from kimi_cli.plan import Plan, Request
-from kimi_cli.prompt import Answer, prompt_ids
+from kimi_cli.prompt import MAX_BYTES, Answer, prompt_ids
 from kimi_cli.query import Manner, Query, parse_query, query_id
 from kimi_cli.result import result_object, summary
 from kimi_cli.sampler import GREEDY, Sampler, Sampling
@@ -74,7 +75,15 @@ def lines_of(path: Path) -> Iterator[Line]:
     """The lines of `path` that are not empty. Raises UsageError."""
     try:
         with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
+            for number in itertools.count(1):
+                raw = file.readline(MAX_BYTES + 1)
+                if not raw:
+                    return
+                if len(raw) > MAX_BYTES:
+                    raise UsageError(
+                        f"{path}: line {number} is longer than {MAX_BYTES:,} bytes, which no "
+                        "context holds"
+                    )
                 text = raw.strip()
                 if text:
                     yield Line(number, text, f"{native.crc32c(text):08x}")

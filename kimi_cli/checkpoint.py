@@ -21,6 +21,7 @@ from kimi_cli import survey
 from kimi_cli.config import Config
 from kimi_cli.errors import CheckpointError
 from kimi_cli.header import header_length
+from kimi_cli.regular import open_regular
 from kimi_cli.tensors import expert_shapes
 
 EDGE = 64 << 10
@@ -117,7 +118,7 @@ def fingerprint(
 
 def _shard_fingerprint(path: Path, crc32c: Callable[[bytes], int]) -> dict[str, str | int]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = header_length(file.read(8), size, str(path))

@@ -100,7 +100,14 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _state(facts: dict[str, Any]) -> str:
     if facts["saved"] is None:
         return "none saved: all tokens will be read again"
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["saved"]))
     again = facts["tokens"] - facts["state_position"]
     size = format_size(facts["state_bytes"])
+    saved = _date(facts["saved"])
     return f"at {facts['state_position']}, {again} to be read again; {size}, saved {saved}"
+
+
+def _date(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):  # of a year that the system cannot write
+        return f"at {seconds:.0f} seconds"

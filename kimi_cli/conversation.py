@@ -209,6 +209,19 @@ def check_tools(tools: object) -> str | None:
         raise UsageError(f"tools cannot be written as JSON: {error}") from error
 
 
+def declared_tools(body: str) -> list[dict[str, object]]:
+    """The tools that `check_tools` made `body` of. Raises ValueError if it did not."""
+    opening, _, closing = _TOOLS.partition("{}")
+    inner = body.removeprefix(opening).removesuffix(closing)
+    try:
+        tools: list[dict[str, object]] = json.loads(inner)
+        if check_tools(tools) == body:
+            return tools
+    except (ValueError, RecursionError, UsageError):
+        pass
+    raise ValueError("not a declaration of tools")
+
+
 def _dump(value: object, sort_keys: bool = False) -> str:
     return json.dumps(
         value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=sort_keys

@@ -27,6 +27,7 @@ from kimi_cli.durable import write_whole
 from kimi_cli.errors import TrunkError
 from kimi_cli.manifest import digest
 from kimi_cli.native import crc32c
+from kimi_cli.regular import open_regular
 from kimi_cli.trunk import Trunk
 
 SUMS, PARTIAL = "expert-checksums.bin", "expert-checksums.partial.bin"
@@ -116,7 +117,7 @@ def _read(path: Path, magic: bytes, trunk: Trunk, length: int) -> bytes:
     goes on from the file's name."""
     size = _HEAD.size + length + 4
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(size + 1)
     except FileNotFoundError:
         raise

@@ -19,6 +19,7 @@ from kimi_cli.errors import CheckpointError, ConfigError, TokenizerError
 from kimi_cli.faults import Faults, short_name, shortage
 from kimi_cli.header import Entry, ShortFile, read_header
 from kimi_cli.jsonfile import parse_json, show
+from kimi_cli.regular import open_regular
 from kimi_cli.shards import list_shards
 from kimi_cli.survey import Survey, survey
 from kimi_cli.tensors import (
@@ -71,7 +72,7 @@ def read_config(model_dir: Path) -> Config | Finding:
 def _is_foreign(path: Path) -> bool:
     """Whether `path` is another model's config."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = parse_json(file.read(MAX_BYTES))
     except (OSError, ValueError):
         return False

@@ -34,7 +34,8 @@ DTYPE_BYTES = {
 _MAX_RANK = 8
 _LONGEST = 120
 """Characters of a tensor's name that are told: more than K3's names have."""
-_MAX_OFFSET = (1 << 63) - 1
+_MAX_OFFSET = 1 << 62
+"""So that the header before the data does not make it more than 63 bits."""
 
 
 class Entry(NamedTuple):

@@ -16,6 +16,7 @@ from typing import BinaryIO, cast
 
 from kimi_cli.errors import CheckpointError
 from kimi_cli.jsonfile import parse_json, show
+from kimi_cli.regular import open_regular
 
 FILE_NAME = "model.safetensors.index.json"
 
@@ -24,6 +25,7 @@ Tally = tuple[int, int]
 
 _CHUNK = 1 << 20
 _NAME, _FILE = itemgetter(0), itemgetter(1)  # of a pair
+_MARK = {"": "what was cut out"}
 _OPENING = re.compile(rb'"weight_map"\s*:\s*\{')
 
 
@@ -53,7 +55,7 @@ def scan_index(path: Path) -> Iterator[list[tuple[str, str]]]:
     maps text to text. A name given twice is passed on twice.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield from _scan(file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -62,7 +64,7 @@ def scan_index(path: Path) -> Iterator[list[tuple[str, str]]]:
 
 
 def _scan(file: BinaryIO) -> Iterator[list[tuple[str, str]]]:
-    """Cuts the map out of the file; what is left, with an empty map, must parse as JSON."""
+    """Cuts the map out of the file; what is left, with a mark in its place, must parse as JSON."""
     head = file.read(_CHUNK)
     opening = _OPENING.search(head)
     if opening is None:
@@ -85,8 +87,8 @@ def _scan(file: BinaryIO) -> Iterator[list[tuple[str, str]]]:
         raise ValueError("not JSON in its weight_map: it ends in a comma")
     yield _pairs(run)
     tail += file.read(_CHUNK)
-    outside = parse_json(head + b"}" + tail)
-    if not isinstance(outside, dict) or outside.get("weight_map") != {}:
+    outside = parse_json(head + json.dumps(_MARK).encode()[1:] + tail)
+    if not isinstance(outside, dict) or outside.get("weight_map") != _MARK:
         raise ValueError(f"{show(outside)}, wanted an object with a weight_map")
 
 

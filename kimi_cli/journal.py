@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from kimi_cli.chat import THINKING
+from kimi_cli.conversation import declared_tools
 from kimi_cli.jsonfile import parse_json, show
 from kimi_cli.native import crc32c
 from kimi_cli.turns import Head, History, Turn
@@ -34,6 +36,10 @@ MAX_BYTES = 1 << 28
 """A longer file is no journal: a million tokens take 28 MB."""
 SESSION, TURN, TOKEN = 1, 2, 3
 REASONS = (None, "eos", "stop")
+
+_SEARCH = 8
+"""Behind an end that cannot be read, a whole record is looked for in so many times the file's
+bytes at most: no id and no text looks like a record, but a file can be made of what does."""
 
 _MAGIC = b"KIMI"
 _FRAME = struct.Struct("<4sIIII")
@@ -110,11 +116,20 @@ def _records(raw: bytes) -> Iterator[tuple[int, int, bytes]]:
         yield at, found[1], found[2]
         at += _FRAME.size + len(found[2])
         number += 1
-    later = raw.find(_MAGIC, at)
+    later, left = raw.find(_MAGIC, at), _SEARCH * len(raw)
     while later >= 0:
-        if _whole(raw, later) is not None:
+        left -= _claim(raw, later)
+        if left < 0 or _whole(raw, later) is not None:
             raise _Refused(f"is damaged at byte {at}")
         later = raw.find(_MAGIC, later + 1)
+
+
+def _claim(raw: bytes, at: int) -> int:
+    """How many bytes are read to tell whether there is a whole record at `at`."""
+    if at + _FRAME.size > len(raw):
+        return 0
+    length: int = _FRAME.unpack_from(raw, at)[3]
+    return length if at + _FRAME.size + length <= len(raw) else 0
 
 
 def _whole(raw: bytes, at: int) -> tuple[int, int, bytes] | None:
@@ -150,12 +165,16 @@ def _head(facts: Any) -> Head:
     if facts["format"] != FORMAT or facts["version"] != VERSION:
         raise _Refused(f"is of version {show(facts['version'])}, wanted {VERSION}")
     tools = facts["tools"]
+    if tools is not None:
+        declared_tools(_of(str, tools))
+    if facts["thinking"] not in THINKING:
+        raise ValueError
     return Head(
         session=_of(str, facts["session"]),
         model=_of(str, facts["model"]),
         chat=_of(bool, facts["chat"]),
         thinking=_of(str, facts["thinking"]),
-        tools=None if tools is None else _of(str, tools),
+        tools=tools,
     )
 
 
@@ -164,11 +183,12 @@ def _turn(payload: bytes) -> Turn:
     if 4 + length > len(payload):
         raise ValueError
     facts = parse_json(payload[4 : 4 + length])
-    if facts["dropped"] not in (0, 1):
+    prompt = np.frombuffer(payload, "<u4", offset=4 + length).tolist()
+    if facts["dropped"] not in (0, 1) or not prompt:
         raise ValueError
     return Turn(
         messages=[_of(str, text) for text in _of(list, facts["messages"])],
-        prompt=np.frombuffer(payload, "<u4", offset=4 + length).tolist(),
+        prompt=prompt,
         dropped=_of(int, facts["dropped"]),
         sampling=_of(dict, facts["sampling"]),
         stops=[_of(str, text) for text in _of(list, facts["stops"])],

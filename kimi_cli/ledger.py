@@ -22,6 +22,8 @@ from kimi_cli.errors import KimiError, UsageError
 from kimi_cli.jsonfile import parse_json
 
 _COPY = 1 << 20
+_LONG, _LONGEST = 1 << 16, 1 << 28
+"""Bytes of a line: a file of another kind is refused by the first, not read to a distant end."""
 _BEGIN = b'{"line": '
 
 
@@ -130,7 +132,9 @@ class Ledger:
         at = 0
         torn = b""
         with open(self._fd, "rb", closefd=False) as file:
-            for raw in file:
+            while raw := file.readline(_LONG):
+                if raw[:1] in (b"{", b"\0") and not raw.endswith(b"\n"):
+                    raw += file.readline(_LONGEST)
                 found = None if torn else _result(raw, at)
                 if found is None:
                     if torn or not (_BEGIN.startswith(raw[: len(_BEGIN)]) or not raw.strip(b"\0")):

@@ -130,18 +130,20 @@ def _parse(data: Any) -> Manifest:
         raise ValueError(f"of encoding {found}, wanted {' or '.join(ENCODINGS)}")
     if data.keys() != {*_FACTS, "crc32c", "files"}:
         raise ValueError(f"damaged: keys {show(sorted(data))}")
-    if data["crc32c"] != crc32c(_compact({key: data[key] for key in _FACTS})):
-        raise ValueError("damaged: its checksum differs from its contents")
     tables = data["tables"]
     if not isinstance(tables, dict) or tables.keys() != {"size", "crc32c"}:
         raise ValueError("damaged: tables is not a size and a checksum")
-    return Manifest(
+    manifest = Manifest(
         encoding=data["encoding"],
         fingerprint=_fingerprint(data["fingerprint"]),
         embedding=_location(data["embedding"]),
         tables=(_number(tables["size"]), _number(tables["crc32c"])),
         files=tuple(_listed(file) for file in _list(data["files"])),
     )
+    # the facts are known by now to be no more deeply nested than can be written again
+    if data["crc32c"] != crc32c(_compact({key: data[key] for key in _FACTS})):
+        raise ValueError("damaged: its checksum differs from its contents")
+    return manifest
 
 
 def _number(value: Any) -> int:
@@ -188,10 +190,7 @@ def _location(data: Any) -> Location:
     if not isinstance(data, dict) or data.keys() != set(Location.__slots__):
         raise ValueError(f"damaged: {show(data)} where the embedding's place belongs")
     shape = tuple(_number(size) for size in _list(data["shape"]))
-    dtype = data["dtype"]
-    found = Location(
-        _number(data["shard"]), str(dtype), shape, _number(data["offset"]), _number(data["length"])
-    )
-    if dtype not in ("BF16", "F32") or found.length != prod(shape) * DTYPE_BYTES[dtype]:
+    dtype, length = data["dtype"], _number(data["length"])
+    if dtype not in ("BF16", "F32") or length != prod(shape) * DTYPE_BYTES[dtype]:
         raise ValueError(f"damaged: {show(data)} where the embedding's place belongs")
-    return found
+    return Location(_number(data["shard"]), dtype, shape, _number(data["offset"]), length)

@@ -5,7 +5,8 @@ Reads like sections 5 to 8 of the architecture page. `x` is always the normed la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from kimi_cli import native
 from kimi_cli.buffers import UNIT, Buffers, Shapes
 from kimi_cli.config import Config
 from kimi_cli.embedding import Embedding
-from kimi_cli.errors import NumericError
+from kimi_cli.errors import CheckpointError, NumericError
 from kimi_cli.experts import Experts
 from kimi_cli.native import F32
 from kimi_cli.state import State
@@ -149,7 +150,7 @@ class Model:
     def _product(self, layer: Layer, name: str, x: F32, y: F32) -> F32:
         """y [T, rows] = x [T, cols] times matrix `name`, piece by piece."""
         for row, piece in layer.rows(name):
-            with self._span(KERNEL, name):
+            with self._span(KERNEL, name), _named(layer, name):
                 native.product(piece, x, y[:, row : row + piece.rows], self._scratch, row > 0)
         return y
 
@@ -210,7 +211,7 @@ class Model:
             queries = _part(buffers["q_latent"], count, heads, rank + rope)
             attended = _part(buffers["latent"], count, heads, rank)
             mine = q[:, first * (nope + rope) : (first + heads) * (nope + rope)]
-            with self._span(KERNEL, "attend"):
+            with self._span(KERNEL, "attend"), _named(layer, "self_attn.kv_b_proj"):
                 native.mla_absorb(piece, heads, nope, rope, mine, queries.reshape(count, -1))
                 native.mla_attend(
                     cache, start, rope, queries, (nope + rope) ** -0.5, attended, buffers["attend"]
@@ -240,6 +241,11 @@ class Model:
         ids = np.empty((count, config.num_experts_per_token), dtype=np.int32)
         weights = buffers["weights"]
         router = self._product(layer, moe + "gate", x, buffers["router"])
+        if native.argmax(router.reshape(-1)) < 0:  # the choice would pass over what is NaN
+            raise NumericError(
+                f"the router of layer {number} gives NaN or infinity: the weights before it, or "
+                "this machine's memory, are damaged; run kimi verify"
+            )
         bias = v[moe + "gate.e_score_correction_bias"]
         native.route(router, bias, config.routed_scaling_factor, ids, weights)
         if self._trace:
@@ -289,6 +295,15 @@ class Model:
                     "damaged; run kimi verify"
                 )
         return logits
+
+
+@contextmanager
+def _named(layer: Layer, name: str) -> Iterator[None]:
+    """Tells whose weights the extension refuses."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise layer.refused(name, error) from None
 
 
 def _views(memory: native.U8, at: int, shapes: Shapes) -> tuple[dict[str, F32], int]:

@@ -25,7 +25,7 @@ from kimi_cli.durable import create, write_at
 from kimi_cli.errors import KimiError, ReadError
 from kimi_cli.layout import BLOCK, Stored, few_escapes, lay_out, may_pack
 from kimi_cli.native import U8, Format
-from kimi_cli.source import Source
+from kimi_cli.source import FORMATS, Source
 from kimi_cli.tables import row_sums
 from kimi_cli.tensors import Tensor
 from kimi_cli.threads import starting
@@ -33,8 +33,6 @@ from kimi_cli.trunkfile import Block, RowBlock, StoredMatrix, Unit, stamp
 
 WORKERS = 4
 """Most blocks in hand at once; each takes up to three times its bytes."""
-
-FORMATS = {"BF16": Format.BF16, "F32": Format.F32}
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -134,7 +132,7 @@ class Packer:
         Raises CheckpointError for NaN or infinity in it, ReadError if its shard cannot be read.
         """
         place = self._tensors[name]
-        rows = place.shape[0]
+        rows, cols = place.shape
         stride = place.length // rows
         step, sums = max(1, BLOCK // stride), np.empty(rows, np.uint32)
 
@@ -142,7 +140,7 @@ class Packer:
             count = min(step, rows - row)
             raw = self._buffers.get("raw", count * stride)
             self._source.read(name, place, row * stride, raw)
-            self._source.require_finite(name, place, FORMATS[place.dtype], row * stride, raw)
+            self._source.require_finite(name, place, raw, row * cols)
             sums[row : row + count] = row_sums(raw.reshape(count, stride))
             return len(raw)
 
@@ -184,7 +182,7 @@ class Packer:
         def count(start: int) -> tuple[int, NDArray[np.int64]]:
             raw = self._buffers.get("raw", min(BLOCK, place.length - start))
             self._source.read(tensor.name, place, start, raw)
-            return len(raw), self._source.high_bytes(tensor.name, place, start, raw)
+            return len(raw), self._source.high_bytes(tensor.name, place, raw, start // 2)
 
         def add(found: tuple[int, NDArray[np.int64]]) -> None:
             np.add(counts, found[1], out=counts)
@@ -206,7 +204,7 @@ class Packer:
             raw = at(vector.offset, vector.length)
             place = self._tensors[vector.name]
             self._source.read(vector.name, place, 0, raw)
-            self._source.require_finite(vector.name, place, vector.format, 0, raw)
+            self._source.require_finite(vector.name, place, raw, 0)
             self._advance(vector.length)
         crcs: list[int] = []
         ends = {matrix.name: 0 for matrix in unit.matrices}
@@ -255,7 +253,7 @@ class Packer:
         block = self._buffers.get("block", piece.block.length) if job.into is None else job.into
         counts, escapes = np.zeros(piece.rows, np.uint32), np.zeros(0, np.uint32)
         if job.table is None:
-            self._source.require_finite(matrix.name, place, matrix.format, start, raw)
+            self._source.require_finite(matrix.name, place, raw, piece.row * matrix.cols)
             block[:size] = raw
         else:
             counts, escapes = self._pack(matrix, raw, job.table, block[:size])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from kimi_cli.channels import AnswerParser
 from kimi_cli.chat import Piece
@@ -21,6 +22,9 @@ from kimi_cli.turns import Asked, begin
 CHAT_TOKENS, THINKING_TOKENS = 128, 256
 """More than the chat format adds to a prompt and its system message; the note on thinking effort.
 Counted at a byte a token, the most that any vocabulary can make of it."""
+MAX_BYTES = 1 << 28
+"""Of a prompt; a file that does not end, a device, is not read for ever."""
+_PIECE = 1 << 20
 MESSAGE_FACTOR = 3
 """More than the chat format makes of a byte of `--messages`, whose JSON is the terser one."""
 
@@ -137,11 +141,26 @@ def parse_ids(text: str, vocab_size: int) -> list[int]:
 def _read_bytes(path: Path) -> bytes:
     try:
         if str(path) == "-":
-            return sys.stdin.buffer.read()
-        return path.read_bytes()
+            raw = _read_most(sys.stdin.buffer)
+        else:
+            with path.open("rb") as file:
+                raw = _read_most(file)
     except (OSError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "standard input is closed"
         raise UsageError(f"{path}: cannot be read: {reason}") from None
+    if len(raw) > MAX_BYTES:
+        raise UsageError(f"{path}: larger than {MAX_BYTES:,} bytes, which no context holds")
+    return raw
+
+
+def _read_most(file: BinaryIO) -> bytes:
+    """All of `file`, or more than MAX_BYTES of it. Asked for at once, those would be allocated."""
+    pieces: list[bytes] = []
+    size = 0
+    while size <= MAX_BYTES and (piece := file.read(_PIECE)):
+        pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces)
 
 
 def _read_text(path: Path) -> str:

@@ -128,7 +128,7 @@ def _take(data: dict[str, Any], key: str, kind: type, default: Any = None) -> An
     if key not in data:
         return default
     value = data[key]
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and value.bit_length() < 64:
         return value
     if type(value) is not kind:
         raise UsageError(f"{key} wants {_WORDS[kind]}, found {show(value)}")

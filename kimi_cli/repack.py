@@ -33,7 +33,8 @@ from kimi_cli.manifest import (
     write_manifest,
 )
 from kimi_cli.native import Format, crc32c
-from kimi_cli.packing import FORMATS, Packer
+from kimi_cli.packing import Packer
+from kimi_cli.source import FORMATS
 from kimi_cli.tables import FILE_NAME as TABLES
 from kimi_cli.tables import Tables, file_bytes, read_tables, write_tables
 from kimi_cli.tensors import EMBEDDING, Tensor

@@ -10,6 +10,7 @@ layer began. The ceiling is Belady's policy, which knows the future: it evicts w
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -31,6 +32,8 @@ from kimi_cli.errors import KimiError, UsageError
 from kimi_cli.jsonfile import parse_json
 from kimi_cli.native import F32
 
+_LONGEST_LINE = 1 << 16
+"""Bytes; a layer's choice of 256 experts takes 2 KB."""
 POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "ranked": Ranked}
 
 
@@ -92,8 +95,12 @@ def read_trace(path: Path) -> list[Step]:
     """The steps of a trace, by position and then layer. Raises UsageError naming a bad line."""
     steps = []
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            steps.append(_parse(line, f"{path}: line {number}"))
+        with path.open("rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(_LONGEST_LINE)
+                if not line:
+                    break
+                steps.append(_parse(line, f"{path}: line {number}"))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     if not steps:

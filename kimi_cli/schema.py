@@ -37,6 +37,9 @@ TEXT_INTEGERS = {  # key: (smallest, largest) value accepted
     "attn_res_block_size": (1, 1 << 20),
     "max_position_embeddings": (1, 1 << 32),
 }
+MOST_WEIGHTS = 1 << 40
+"""Outside routed experts, every layer counted as if it had all that any layer can have: seven times
+the released model's. Beyond, the tables of where weights lie would take more than the weights."""
 SNAPSHOTS = 255
 """Residual blocks that one mix can weigh besides the running sum."""
 TEXT_NUMBERS = {
@@ -149,6 +152,7 @@ def problems(data: Object) -> Iterator[Problem]:
         yield from _numbers(linear, LINEAR_NUMBERS, float, prefix)
         yield from _switches(linear, LINEAR_SWITCHES, prefix)
         yield from _layers(linear, text.get("num_hidden_layers"), prefix)
+        yield from _weights(text, linear)
     else:
         yield _not_object(text, "linear_attn_config", "text_config.")
     yield from _quantization(text, "text_config.")
@@ -212,6 +216,28 @@ def _relations(text: Object) -> Iterator[Problem]:
         value = number(key)
         if value is not None and value % 32:
             yield f"text_config.{key}", f"is {value}, wanted a multiple of 32 (MXFP4 groups)"
+
+
+def _weights(text: Object, linear: Object) -> Iterator[Problem]:
+    """Whether the matrices are of a size that any machine has; nothing where one is not known."""
+    sizes = {**text, **linear}
+    if any(type(sizes.get(key)) is not int for key in (*TEXT_INTEGERS, *LINEAR_INTEGERS)):
+        return
+    n = sizes.__getitem__
+    heads, kda = n("num_attention_heads"), n("num_heads") * n("head_dim")
+    key = n("qk_nope_head_dim") + n("qk_rope_head_dim")
+    shared = n("num_shared_experts") * n("moe_intermediate_size")
+    of_hidden = (
+        n("q_lora_rank") + n("kv_lora_rank") + key + 2 * heads * n("v_head_dim")
+        + 5 * kda + n("head_dim") + n("num_heads")
+        + n("num_experts") + 2 * n("routed_expert_hidden_size") + 3 * shared
+        + 3 * n("intermediate_size")
+    )  # fmt: skip
+    layer = n("hidden_size") * of_hidden + kda * n("head_dim")
+    layer += heads * (key * n("q_lora_rank") + (key + n("v_head_dim")) * n("kv_lora_rank"))
+    found = n("num_hidden_layers") * layer + 2 * n("vocab_size") * n("hidden_size")
+    if found > MOST_WEIGHTS:
+        yield "text_config", f"makes over {MOST_WEIGHTS} weights outside routed experts"
 
 
 def _layers(linear: Object, count: object, prefix: str) -> Iterator[Problem]:

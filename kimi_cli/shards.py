@@ -11,6 +11,8 @@ from kimi_cli.errors import CheckpointError
 from kimi_cli.faults import Faults
 from kimi_cli.jsonfile import show
 
+_MOST = 10_000
+"""More shards than any checkpoint has: their names are not all listed as missing."""
 _SHARD = re.compile(r"model(?:-([0-9]{1,6})-of-([0-9]{1,6}))?\.safetensors")
 
 
@@ -61,6 +63,9 @@ def _numbered(named: set[str], faults: Faults) -> set[str]:
             faults.add("mixed", f"shards of {int(total)}" if total else "model.safetensors")
         return named
     if not totals[0]:
+        return named
+    if int(totals[0]) > _MOST:
+        faults.add("mixed", f"{len(named)} shards of {int(totals[0]):,}, wanted {_MOST:,} at most")
         return named
     width = len(matches[0][1])
     numbers = range(1, int(totals[0]) + 1)

@@ -13,6 +13,7 @@ It is written and read in one pass, straight from and into the state's own array
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import time
@@ -223,6 +224,8 @@ def _read_snapshot(path: Path, fd: int) -> Snapshot:
         position, saved = int(facts["position"]), float(facts["saved"])
     except (KeyError, ValueError):
         raise damaged(path, "it does not say where it is") from None
+    if not math.isfinite(saved):
+        raise damaged(path, "it does not say when it was saved")
     return Snapshot(path, size, position, saved, bytes(head[:length]), raw, entries)
 
 

@@ -10,11 +10,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kimi_cli import remedy
 from kimi_cli.checkpoint import Location
 from kimi_cli.errors import CheckpointError, ReadError
+from kimi_cli.finite import NUMBERS, not_finite, search, suspicious, told
 from kimi_cli.native import U8, Format, pack_histogram
 
-_SLICE = 1 << 18  # values looked at together
+FORMATS = {"BF16": Format.BF16, "F32": Format.F32}
+"""Of a tensor's values, by dtype."""
 
 
 class Source:
@@ -45,6 +48,31 @@ class Source:
         except OSError as error:
             raise ReadError(f"{path}: reading {what} failed: {error.strerror or error}") from None
 
+    def require_finite(self, name: str, place: Location, raw: U8, first: int) -> None:
+        """Raises CheckpointError if `raw`, whose first value is element `first` of the tensor
+        `name` at `place`, has a NaN or infinity."""
+        self._refuse(name, place, first, not_finite(FORMATS[place.dtype], raw))
+
+    def high_bytes(self, name: str, place: Location, raw: U8, first: int) -> NDArray[np.int64]:
+        """How often [256] each high byte occurs in BF16 `raw`. Raises as `require_finite` does."""
+        counts = np.zeros(256, np.int64)
+        pack_histogram(raw.view(np.uint16), counts)
+        if suspicious(counts.nonzero()[0]):
+            self._refuse(name, place, first, search(raw.view(np.uint16), 0x7F80))
+        return counts
+
+    def _refuse(
+        self, name: str, place: Location, first: int, found: tuple[int, str] | None
+    ) -> None:
+        if found is None:
+            return
+        path = self._shards[place.shard]
+        offset = place.offset + (first + found[0]) * NUMBERS[FORMATS[place.dtype]]
+        raise CheckpointError(
+            f"{path}: {told(name, found, first, offset)}: the file is damaged, "
+            f"{remedy.download(path.parent, [path.name])}"
+        )
+
     def drop(self, places: Iterable[Location]) -> None:
         """Lets the system forget what it cached of these tensors."""
         for place in places:
@@ -58,48 +86,6 @@ class Source:
             if shard not in self._fds:
                 self._fds[shard] = os.open(self._shards[shard], os.O_RDONLY | os.O_CLOEXEC)
             return self._fds[shard]
-
-    def high_bytes(self, name: str, place: Location, start: int, raw: U8) -> NDArray[np.int64]:
-        """How often [256] each high byte occurs in bf16 `raw`, read from byte `start` on.
-
-        Raises CheckpointError if a value is NaN or infinite: only 0x7F and 0xFF can begin one.
-        """
-        counts = np.zeros(256, np.int64)
-        pack_histogram(raw.view(np.uint16), counts)
-        if counts[0x7F] or counts[0xFF]:
-            self._search(name, place, start, raw.view(np.uint16), 0x7F80)
-        return counts
-
-    def require_finite(self, name: str, place: Location, fmt: Format, start: int, raw: U8) -> None:
-        """Raises CheckpointError if `raw`, read from byte `start` on, has a NaN or infinity.
-
-        `fmt` is BF16 or F32.
-        """
-        if fmt == Format.BF16:
-            self.high_bytes(name, place, start, raw)
-        else:
-            self._search(name, place, start, raw.view(np.uint32), 0x7F800000)
-
-    def _search(
-        self,
-        name: str,
-        place: Location,
-        start: int,
-        bits: NDArray[np.uint16] | NDArray[np.uint32],
-        exponent: int,
-    ) -> None:
-        for at in range(0, bits.size, _SLICE):
-            masked = bits[at : at + _SLICE] & bits.dtype.type(exponent)
-            if masked.max() == exponent:
-                index = int((masked == exponent).argmax()) + at
-                mantissa = int(bits[index]) & (exponent & -exponent) - 1
-                what = "NaN" if mantissa else "infinity"
-                first, size = start // bits.itemsize, bits.itemsize
-                raise CheckpointError(
-                    f"{self._shards[place.shard]}: {name} has {what} at element {first + index}, "
-                    f"offset {place.offset + start + index * size}: the shard is damaged, "
-                    "download it again"
-                )
 
     def close(self) -> None:
         """Closes the shards; no read may be running."""

@@ -24,6 +24,7 @@ from kimi_cli.durable import write_whole
 from kimi_cli.errors import TrunkError
 from kimi_cli.layout import header_block
 from kimi_cli.native import U8, crc32c
+from kimi_cli.regular import open_regular
 from kimi_cli.tensors import EXPERT_PARTS
 
 FILE_NAME = "tables.safetensors"
@@ -89,11 +90,12 @@ def read_tables(
     path = directory / FILE_NAME
     header, shape = _header(config), _shape(config)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             expected = file_bytes(config)
-            if size != wanted[0] or size != expected:
-                raise TrunkError(f"{path} has {size} bytes, wanted {expected}")
+            if size != expected or size != wanted[0]:
+                other = wanted[0] if size == expected else expected
+                raise TrunkError(f"{path} has {size} bytes, wanted {other}")
             head = file.read(len(header))
             offset, shard = np.empty(shape, np.int64), np.empty(shape, np.int32)
             sums = np.empty(config.vocab_size, np.uint32)
@@ -127,6 +129,8 @@ def _check(table: ExpertTable, shard_sizes: NDArray[np.int64], config: Config, p
                 raise TrunkError(f"{path} has experts in layer {layer}, wanted none: it is dense")
             continue
         inside = (shard >= 0) & (shard < len(shard_sizes)) & (offset >= 0)
+        if not len(shard_sizes):
+            raise TrunkError(f"{path} places layer {layer} expert 0 outside its shard")
         room = shard_sizes[np.where(inside, shard, 0)] - lengths
         inside &= offset <= room
         if not inside.all():

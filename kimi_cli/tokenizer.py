@@ -9,13 +9,14 @@ from __future__ import annotations
 import binascii
 import codecs
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_cli.errors import TokenizerError, UsageError
+from kimi_cli.jsonfile import parse_json
+from kimi_cli.regular import open_regular
 
 if TYPE_CHECKING:
     import tiktoken
@@ -26,6 +27,8 @@ _SLICE = 400_000  # characters encoded at once
 _RUN = 25_000  # longest run of one str.isspace() class within a slice
 _MOST_RANKS = 1 << 20  # six times the released vocabulary: a larger rank is damage
 _LONGEST_LINE = 1 << 14  # bytes of one line of tiktoken.model
+_LONGEST_NAME = 256  # characters of a control token's name: all of them become one pattern
+_MOST_CONFIG = 4 << 20  # bytes of tokenizer_config.json
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -196,7 +199,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
     seen = bytearray()  # by rank
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number in itertools.count(1):
                 line = file.readline(_LONGEST_LINE)
                 if not line:
@@ -259,12 +262,15 @@ def _parse_line(line: bytes, where: str) -> tuple[bytes, int]:
 def _read_special_ids(path: Path, first: int) -> dict[str, int]:
     """Name to id of the special ids from `first` on, by `added_tokens_decoder` of the config."""
     try:
-        config: Any = json.loads(path.read_bytes().decode("utf-8"))
+        with open_regular(path) as file:
+            raw = file.read(_MOST_CONFIG + 1)
+        if len(raw) > _MOST_CONFIG:
+            raise TokenizerError(f"{path} is larger than {_MOST_CONFIG} bytes")
+        config: Any = parse_json(raw)
     except OSError as error:
         raise _unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        detail = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
-        raise TokenizerError(f"{path} is not JSON in UTF-8: {detail}") from error
+    except ValueError as error:
+        raise TokenizerError(f"{path} is {error}") from error
     added = config.get("added_tokens_decoder") if isinstance(config, dict) else None
     if not isinstance(added, dict):
         raise TokenizerError(f"{path}: wanted an object added_tokens_decoder, found none")
@@ -282,6 +288,11 @@ def _read_special_ids(path: Path, first: int) -> dict[str, int]:
         if not isinstance(content, str) or not content or _SURROGATE.search(content):
             raise TokenizerError(
                 f"{path}: added_tokens_decoder {key} wants a content string, found none"
+            )
+        if len(content) > _LONGEST_NAME:
+            raise TokenizerError(
+                f"{path}: added_tokens_decoder {key} has a name of {len(content)} characters, "
+                f"wanted at most {_LONGEST_NAME}"
             )
         names[known[key]] = content
     special_ids: dict[str, int] = {}

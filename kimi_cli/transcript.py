@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from kimi_cli.calls import parse_calls
 from kimi_cli.channels import AnswerParser
+from kimi_cli.conversation import declared_tools
 from kimi_cli.errors import UsageError
 from kimi_cli.tokenizer import Tokenizer
 from kimi_cli.turns import History, Turn, answer_channels, opened
 
 _ROLE = re.compile(r'role="(system|user)"(?: name="([^"]*)")?')
-_FENCE = "```"
 
 
 def transcript(history: History, tokenizer: Tokenizer) -> Any:
@@ -38,8 +37,7 @@ def transcript(history: History, tokenizer: Tokenizer) -> Any:
     tools = history.head.tools
     if tools is None:
         return messages
-    declared = tools[tools.index(f"{_FENCE}json\n") + 8 : tools.rindex(f"\n{_FENCE}")]
-    return {"messages": messages, "tools": json.loads(declared)}
+    return {"messages": messages, "tools": declared_tools(tools)}
 
 
 def _answer(turn: Turn, thinking: str, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +20,19 @@ from kimi_cli.config import Config
 from kimi_cli.errors import CheckpointError, ReadError, TrunkError
 from kimi_cli.faults import short_name
 from kimi_cli.findings import Finding
+from kimi_cli.finite import Head, rows_fault
 from kimi_cli.layout import unit_tensors
 from kimi_cli.manifest import MANIFEST, PARTIAL, Listed, Manifest, read_manifest
-from kimi_cli.native import crc32c
+from kimi_cli.native import Format, crc32c
 from kimi_cli.rowcheck import RowCheck
+from kimi_cli.stream import ALIGN, DirectFile, allocate, round_up
 from kimi_cli.survey import Survey
 from kimi_cli.sweep import Files, sweep
 from kimi_cli.tables import FILE_NAME as TABLES
 from kimi_cli.tables import read_tables
 from kimi_cli.tensors import EMBEDDING, embedding
 from kimi_cli.trunk import Trunk, open_unit
-from kimi_cli.trunkfile import Unit
+from kimi_cli.trunkfile import RowBlock, StoredMatrix, Unit
 
 Report = Callable[[int, int], None]
 
@@ -39,15 +41,53 @@ _PARTS = {"size": "size", "header": "header", "first": "first data", "last": "la
 
 @dataclass(slots=True)
 class _Block:
-    """A block as the manifest has it, then what reading it gave."""
+    """A block as the manifest has it, with the rows it holds and, where those are doubtful, the
+    head they need; then what reading it gave."""
 
     path: Path
     unit: Unit | None
     offset: int
     length: int
     crc: int
+    rows: tuple[StoredMatrix, RowBlock] | None = None
+    head: Head | None = None
     found: int = 0
     failure: str = ""
+    fault: str = ""
+    seen: int = 0
+    kept: bytearray = field(default_factory=bytearray)
+
+    def look_at(self, piece: memoryview) -> None:
+        """Looks for what is no number in the next bytes of the block."""
+        if self.rows is None or self.fault:
+            return
+        matrix, rows = self.rows
+        if matrix.format != Format.PACKED:
+            self.fault = rows_fault(matrix, rows, self.seen, np.frombuffer(piece, np.uint8))
+            self.seen += len(piece)
+        elif self.head is not None:
+            self.kept += piece
+
+    def finish(self) -> None:
+        """The same of all its bytes together, where that needs them."""
+        if self.head is None or self.rows is None or self.found != self.crc:
+            return
+        matrix, rows = self.rows
+        raw = np.frombuffer(self.kept, np.uint8)
+        self.fault = self.head.packed(matrix, rows.row, rows.rows, raw)
+        self.kept = bytearray()
+
+
+def _block(
+    path: Path, unit: Unit | None, head: Head | None, offset: int, length: int, crc: int
+) -> _Block:
+    block = _Block(path, unit, offset, length, crc)
+    for matrix in unit.matrices if unit is not None and head is not None else ():
+        for rows in matrix.blocks:
+            if rows.block.offset == offset:
+                doubtful = head is not None and head.doubtful(matrix)
+                block.rows, block.head = (matrix, rows), head if doubtful else None
+    return block
 
 
 @dataclass(slots=True)
@@ -67,6 +107,7 @@ class TrunkCheck:
     bytes: int = 0
     rows: int = 0
     trunk: Trunk | None = None
+    _numbers: dict[Path, list[str]] = field(default_factory=dict)
 
     def run(self, found: Survey, faulty: Collection[str], report: Report) -> None:
         """Checks everything against `found`; `report` is called with bytes read and in all.
@@ -154,12 +195,26 @@ class TrunkCheck:
                 self._add(name, _text(error, path), fix)
             self.blocks += unit is not None
             if unit is not None or _has_size(path, file):
+                head = None if unit is None else self._head(path, unit)
                 yield from (
-                    _Block(path, unit, offset, length, crc)
+                    _block(path, unit, head, offset, length, crc)
                     for offset, length, crc in file.blocks[1:]
                 )
         for name in listed:
             self._add(MANIFEST, f"lists {name}, which is no file of this config", self._repack())
+
+    def _head(self, path: Path, unit: Unit) -> Head | None:
+        """The head of a file, what is no number in it noted; None if it cannot be read."""
+        buffer = allocate(round_up(unit.head_offset % ALIGN + unit.head_length))
+        try:
+            with closing(DirectFile(path)) as file:
+                start = file.read(unit.head_offset, unit.head_length, buffer)
+        except ReadError:  # its block will meet it again
+            return None
+        raw = np.frombuffer(buffer, np.uint8)[start : start + unit.head_length]
+        head = Head(unit, raw)
+        self._numbers[path] = list(head.faults())
+        return head
 
     def _tables(self, manifest: Manifest, found: Survey | None) -> NDArray[np.uint32] | None:
         """Checks the tables, and holds them against `found` if that is to be trusted.
@@ -207,6 +262,8 @@ class TrunkCheck:
                 try:
                     for piece in files.pieces(block.path, block.offset, block.length, buffer):
                         block.found = crc32c(piece, block.found)
+                        block.look_at(piece)
+                    block.finish()
                 except ReadError as error:
                     block.failure = _text(error, block.path)
 
@@ -216,6 +273,11 @@ class TrunkCheck:
                     self.blocks += 1
                     self.bytes += block.length
                     report(self.bytes, total)
+        damaged = {finding.file for finding in self.findings}
+        for path, faults in self._numbers.items():
+            if str(path) not in damaged:
+                for what in faults:
+                    self._no_numbers(path, what)
         if rows:
             done_bytes = self.bytes
 
@@ -237,6 +299,12 @@ class TrunkCheck:
         if what:
             name = block.path.name
             self._add(name, what, remedy.remake(self.model_dir, self.directory, name))
+        elif block.fault:
+            self._no_numbers(block.path, block.fault)
+
+    def _no_numbers(self, path: Path, what: str) -> None:
+        what += ", with a checksum that holds: kimi repack does not write that"
+        self._add(path.name, what, remedy.remake(self.model_dir, self.directory, path.name))
 
 
 def _has_size(path: Path, listed: Listed) -> bool:

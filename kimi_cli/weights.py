@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
 from kimi_cli import native
-from kimi_cli.errors import ReadError
+from kimi_cli.errors import CheckpointError, ReadError
 from kimi_cli.native import F32, U8, Format, Matrix
 from kimi_cli.plan import Plan, Segment, walk
 from kimi_cli.stream import ALIGN, DirectFile, Reader, Ring, Ticket, allocate, round_up
@@ -26,6 +27,8 @@ from kimi_cli.trunk import Block, StoredMatrix, Trunk, Unit
 Report = Callable[[int, int], None]
 
 LOADS_IN_FLIGHT = 8
+NOT_OURS = "the trunk was not written by kimi repack; delete it and run kimi repack"
+"""What is known of a trunk whose checksums hold and whose contents do not."""
 
 
 class Layer:
@@ -52,12 +55,27 @@ class Layer:
             place += len(matrix.blocks)
 
     def widen(self) -> None:
-        """Fills `vectors` from the head's bytes, exactly."""
+        """Fills `vectors` from the head's bytes, exactly. Raises CheckpointError for a NaN or
+        infinity: some are never seen in the logits, a router's bias among them."""
         for vector in self._unit.vectors:
             raw = self._bytes(vector.offset, vector.length)
             into = self.vectors[_short(vector.name)]
             width = 2 if vector.format == Format.BF16 else 4
             native.widen(vector.format, raw[: into.size * width], into)
+            if native.argmax(into) < 0:
+                element = int((~np.isfinite(into)).argmax())
+                raise CheckpointError(
+                    f"{self._path}: {vector.name} has NaN or infinity at element {element}, offset "
+                    f"{vector.offset + element * width}: {NOT_OURS}"
+                )
+
+    @property
+    def _path(self) -> Path:
+        return self._weights.directory / self._unit.file
+
+    def refused(self, name: str, error: CheckpointError) -> CheckpointError:
+        """`error`, which a product with a piece of matrix `name` raised, with its place."""
+        return CheckpointError(f"{self._path}: {self._matrices[name][0].name}: {error}")
 
     def rows_of(self, name: str) -> int:
         """Rows of matrix `name`."""
@@ -112,6 +130,7 @@ class Weights:
 
     def __init__(self, trunk: Trunk, plan: Plan, reader: Reader) -> None:
         self._trunk, self._plan, self._reader = trunk, plan, reader
+        self.directory = trunk.directory
         self._walk = walk(trunk.units)
         self._first = [p for p, segment in enumerate(self._walk) if segment.matrix < 0]
         self._files: list[DirectFile] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 
 from kimi_cli import native
 from kimi_cli.engine import Engine, Source
+from kimi_cli.header import parse_header
+from kimi_cli.manifest import MANIFEST, read_manifest, write_manifest
+from kimi_cli.native import crc32c
 from kimi_cli.plan import Plan, Request, make_plan, walk
 from kimi_cli.repack import repack
 from kimi_cli.synth import make_config, write_checkpoint
@@ -43,6 +47,26 @@ def make_model(
     write_checkpoint(directory, make_config(**options), seed, shards=shards, **style)
     repack(directory, plain=plain)
     return Source.open(directory)
+
+
+def forged(source: Source, tmp_path: Path, name: str, bits: bytes, element: int = 0) -> Source:
+    """A copy with `bits` in place of one element of a tensor in a trunk file, its checksum right:
+    nothing that `kimi repack` writes, and nothing that damage makes."""
+    model = shutil.copytree(source.trunk.directory.parent, tmp_path / "model")
+    trunk = model / "kimi-trunk"
+    manifest = read_manifest(trunk / MANIFEST)
+    for listed in manifest.files:
+        raw = bytearray((trunk / listed.name).read_bytes())
+        entry = parse_header(bytes(raw), len(raw), listed.name).get(name)
+        if entry is None:
+            continue
+        at = entry.offset + element * len(bits)
+        raw[at : at + len(bits)] = bits
+        (trunk / listed.name).write_bytes(raw)
+        for block in listed.blocks:
+            block[2] = crc32c(raw[block[0] : block[0] + block[1]])
+    write_manifest(trunk / MANIFEST, manifest)
+    return Source.open(model)
 
 
 def plan_of(

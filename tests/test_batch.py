@@ -17,6 +17,7 @@ import pytest
 from command import KIMI, environment, generate, kimi, sentence, smallest_ram
 from running import make_model, plan_of, tighten
 
+from kimi_cli import batch, ledger
 from kimi_cli.engine import Engine
 from kimi_cli.errors import UsageError
 from kimi_cli.query import Manner, parse_query, query_id
@@ -264,6 +265,29 @@ def test_files_that_cannot_be(prompts: Path, out: Path, tmp_path: Path) -> None:
     )
 
 
+def test_lines_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither prompts nor results are read beyond what could be a line of them."""
+    monkeypatch.setattr(batch, "MAX_BYTES", 5000)
+    (tmp_path / "p").write_bytes(b'{"ids": [1]}\n' + b" " * 5001)
+    with pytest.raises(UsageError, match=r"/p: line 2 is longer than 5,000 bytes, which no conte"):
+        list(batch.lines_of(tmp_path / "p"))
+    monkeypatch.setattr(ledger, "_LONGEST", 100_000)
+    for byte in (b"x", b"{", b"\0"):
+        (tmp_path / "o").write_bytes(byte * 300_000)
+        with pytest.raises(UsageError, match="is no result of kimi generate"):
+            ledger.Ledger(tmp_path / "o")
+    long = b'{"line": 1, "crc": "", "x": "%s"}\n' % (b"y" * 70_000)
+    for torn in (b"", long[:-1], bytes(70_000)):
+        (tmp_path / "o").write_bytes(long + torn)
+        with ledger.Ledger(tmp_path / "o") as found:
+            assert found.results[1].length == len(long) == (tmp_path / "o").stat().st_size
+    even = b'{"line": 2, "crc": "", "x": "%s"}\n'
+    even %= b"y" * (ledger._LONG - len(even) + 2)
+    (tmp_path / "o").write_bytes(even + long)
+    with ledger.Ledger(tmp_path / "o") as found:
+        assert found.results[2].length == ledger._LONG and found.results[1].length == len(long)
+
+
 def test_a_budget_too_small_for_the_longest(out: Path, tmp_path: Path) -> None:
     prompts = write(tmp_path / "p", {"ids": [1]}, {"ids": [1], "max_tokens": 100000})
     said = sentence(kimi(*words(prompts, out, "--quiet", "--ram", "64M"), check=4))
@@ -388,6 +412,10 @@ def test_a_line_takes_the_place_of_options() -> None:
         (b'{"prompt": "x", "max_tokens": -1}', "max_tokens wants 0 or more, not -1"),
         (b'{"prompt": "x", "temperature": "1"}', "temperature wants a number"),
         (b'{"prompt": "x", "top_p": 2}', "--top-p wants more than 0"),
+        (
+            b'{"prompt": "x", "top_p": 1%s}' % (b"0" * 400),
+            "top_p wants a number, found a number of",
+        ),
         (b'{"prompt": "x", "stop": [""]}', "stop wants a text or a list of texts"),
         (b'{"prompt": "x", "thinking": "much"}', "thinking wants one of off, low"),
         (b'{"prompt": "x", "raw": 1}', "raw wants true or false, found 1"),

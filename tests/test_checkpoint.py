@@ -23,6 +23,7 @@ from kimi_cli.config import Config, load_config, parse_config
 from kimi_cli.errors import CheckpointError, Exit
 from kimi_cli.faults import short_name
 from kimi_cli.header import read_header
+from kimi_cli.native import crc32c
 from kimi_cli.synth import BUILTIN, make_config, write_checkpoint
 from kimi_cli.tensors import (
     EXPERT_PARTS,
@@ -258,6 +259,38 @@ def test_directory_in_place_of_a_shard(model: Path) -> None:
     assert "model-00003-of-000004.safetensors is not a regular file" in refusal(model)
 
 
+@pytest.mark.parametrize("name", ["model-00003-of-000004.safetensors", index.FILE_NAME])
+def test_a_pipe_is_not_waited_for(model: Path, name: str) -> None:
+    (model / name).unlink()
+    os.mkfifo(model / name)
+    assert name in refusal(model) and "not a regular file" in refusal(model)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        fingerprint([model / name], crc32c)
+
+
+def test_offsets_that_no_number_of_ours_holds(tmp_path: Path) -> None:
+    """The data offset is a number of 63 bits, and the header before it makes it one more."""
+    (tmp_path / "config.json").write_bytes((BUILTIN / "config.json").read_bytes())
+    far = (1 << 63) - 1
+    entries = {
+        "vision_tower.x": {"dtype": "U8", "shape": [far], "data_offsets": [0, far]},
+        f"{expert_prefix(2, 0)}w1.weight_packed": {
+            "dtype": "U8", "shape": [0], "data_offsets": [far, far]
+        },
+    }  # fmt: skip
+    raw = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)
+    assert '"vision_tower.x" has shape [9223372036854775807], wanted' in refusal(tmp_path)
+
+
+def test_a_set_of_a_million_shards_is_not_listed(tmp_path: Path) -> None:
+    shutil.copy(BUILTIN / "config.json", tmp_path)
+    (tmp_path / "model-00001-of-999999.safetensors").write_bytes(b"")
+    message = refusal(tmp_path)
+    assert "mixed: 1 shards of 999,999, wanted 10,000 at most" in message
+    assert "missing" not in message
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     config = load_config(BUILTIN)
     with pytest.raises(CheckpointError, match="holds no shard"):
@@ -297,6 +330,7 @@ def test_absent_index(model: Path) -> None:
         (b'{"weight_map": {"a": {"b": "c"}}}', "not JSON in its weight_map"),
         (b'{"x": {"weight_map": {"a": "b"}}}', "wanted an object with a weight_map"),
         (b'{"weight_map": {"a": "\xff"}}', "not JSON in its weight_map"),
+        (b'{"x": {"weight_map": {"a": "b"}}, "weight_map": {}}', "with a weight_map"),
     ],
 )
 def test_index_that_is_none(model: Path, raw: bytes, said: str) -> None:

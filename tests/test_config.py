@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from kimi_cli import schema
 from kimi_cli.config import MAX_BYTES, Config, load_config, parse_config
 from kimi_cli.errors import ConfigError, Exit
+from kimi_cli.findings import read_config
 from kimi_cli.native import lib
 from kimi_cli.synth import BUILTIN, make_config
 
@@ -278,6 +280,10 @@ def test_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match="is not a regular file"):
         load_config(tmp_path)
+    (tmp_path / "config.json").rmdir()
+    os.mkfifo(tmp_path / "config.json")  # which nobody will ever write to
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read_config(tmp_path)
 
 
 @settings(deadline=None)
@@ -313,6 +319,15 @@ def test_bounds_are_those_of_the_kernels() -> None:
     assert schema.LINEAR_INTEGERS["head_dim"][1] == lib.KIMI_MAX_DIM
     assert schema.LINEAR_INTEGERS["short_conv_kernel_size"][1] == lib.KIMI_MAX_TAPS
     assert schema.SNAPSHOTS + 1 == lib.KIMI_MAX_SOURCES
+
+
+def test_a_trunk_beyond_all_disks_is_refused() -> None:
+    """Its plan would list a thousand million blocks."""
+    data = deepcopy(OFFICIAL)
+    data["text_config"].update(num_attention_heads=1 << 14, num_key_value_heads=1 << 14)
+    data["text_config"].update(v_head_dim=1 << 16, hidden_size=1 << 20)
+    with pytest.raises(ConfigError, match="makes over 1099511627776 weights outside routed"):
+        parse_config(data, "config.json")
 
 
 def test_too_many_residual_blocks_are_refused() -> None:

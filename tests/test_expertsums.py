@@ -56,6 +56,13 @@ def test_an_expert_is_summed_as_if_its_tensors_were_one() -> None:
     assert expert_crc([]) == 0
 
 
+def test_a_pipe_is_not_waited_for(trunk: Trunk) -> None:
+    os.mkfifo(trunk.directory / SUMS)
+    os.mkfifo(trunk.directory / PARTIAL)
+    assert "cannot be read (it is not a regular file)" in refusal(trunk)
+    assert not load_known(trunk).done.any()
+
+
 def test_no_table_is_none(trunk: Trunk) -> None:
     assert load_expert_sums(trunk) is None
 

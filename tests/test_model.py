@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from reference_model import ReferenceModel
-from running import Run, make_model, run, tighten
+from running import Run, forged, make_model, run, tighten
 
 from kimi_cli import native
 from kimi_cli.builtin import ROOT, TINY
 from kimi_cli.config import load_config, parse_config
 from kimi_cli.engine import Engine, Source
-from kimi_cli.errors import NumericError, ReadError
+from kimi_cli.errors import CheckpointError, NumericError, ReadError
 from kimi_cli.experts import Experts
 from kimi_cli.trunk import Trunk
 
@@ -271,6 +271,47 @@ def test_logits_that_are_not_finite_end_the_run(
     monkeypatch.setattr(native, "expert_sum", spoiled)
     with pytest.raises(NumericError, match="NaN or infinity"):
         run(small, [1, 2])
+
+
+NAN16, NAN32, INF32 = b"\xc0\x7f", b"\0\0\xc0\x7f", b"\0\0\x80\xff"
+LAYER = "language_model.model.layers.1."
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "element"),
+    [
+        (LAYER + "block_sparse_moe.gate.e_score_correction_bias", NAN32, 5),
+        (LAYER + "self_attn.A_log", NAN32, 1),
+        (LAYER + "self_attn.dt_bias", INF32, 7),
+        (LAYER + "input_layernorm.weight", NAN16, 3),
+        ("language_model.model.norm.weight", NAN16, 0),
+    ],
+)
+@pytest.mark.parametrize("ram", [0, None], ids=["streamed", "pinned"])
+def test_small_tensors_that_are_no_numbers_are_named(
+    small: Source, tmp_path: Path, name: str, bits: bytes, element: int, ram: int | None
+) -> None:
+    """An expert whose bias is NaN would never be chosen, and nothing else would tell."""
+    source = forged(small, tmp_path, name, bits, element)
+    said = rf"/kimi-trunk/.*: {name} has NaN or infinity at element {element}, offset [0-9]+: the t"
+    with pytest.raises(CheckpointError, match=said):
+        run(source, [1, 2], ram=ram)
+
+
+def test_a_router_that_gives_no_numbers_ends_the_run(small: Source, tmp_path: Path) -> None:
+    source = forged(small, tmp_path, LAYER + "block_sparse_moe.gate.weight", NAN16, 9)
+    with pytest.raises(NumericError, match=r"^the router of layer 1 gives NaN or infinity"):
+        run(source, [1, 2])
+
+
+def test_escapes_out_of_order_are_named(tmp_path: Path) -> None:
+    packed = make_model(tmp_path / "packed", 3, hidden_size=128, num_hidden_layers=2)
+    for name in ("mlp.gate_proj", "self_attn.q_proj"):
+        full = f"language_model.model.layers.0.{name}.weight"
+        source = forged(packed, tmp_path / name, f"{full}.escapes", b"\xff\xff\xff\xff")
+        said = rf"/kimi-trunk/layer-000\.safetensors: {full}: packed weights have escapes out of or"
+        with pytest.raises(CheckpointError, match=said):
+            run(source, [1, 2])
 
 
 def test_engine_that_cannot_be_made_leaves_nothing_behind(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kimi_cli import prompt
 from kimi_cli.builtin import TINY
 from kimi_cli.chat import encode_chat
 from kimi_cli.config import load_config
@@ -141,6 +142,16 @@ def test_files_that_cannot_be_prompts(tmp_path: Path) -> None:
     path.write_bytes(b"ab\xffc")
     with pytest.raises(UsageError, match=r"p: not UTF-8 at byte 2$"):
         ids_of(file=path)
+
+
+def test_a_prompt_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "MAX_BYTES", 5000)
+    for option in ({"file": Path("/dev/zero")}, {"messages": Path("/dev/zero")}):
+        with pytest.raises(UsageError, match=r"^/dev/zero: larger than 5,000 bytes, which no con"):
+            ids_of(**option)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * 5001), "ascii"))
+    with pytest.raises(UsageError, match="-: larger than"):
+        ids_of(file=Path("-"))
 
 
 def test_messages(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "{}", '{"position": 1, "layer": 0, "experts": [1, 1]}', "[1]"]
+    "line", ["", "{}", " " * 70_000, '{"position": 1, "layer": 0, "experts": [1, 1]}', "[1]"]
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"

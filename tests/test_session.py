@@ -25,9 +25,10 @@ from kimi_cli.builtin import PSALM, ROOT
 from kimi_cli.cli import cli
 from kimi_cli.config import load_config
 from kimi_cli.console import Terminated
+from kimi_cli.conversation import check_tools
 from kimi_cli.errors import Exit, KimiError, SessionError, UsageError
 from kimi_cli.model import Model
-from kimi_cli.native import supported_isas
+from kimi_cli.native import crc32c, supported_isas
 from kimi_cli.patience import Patience
 from kimi_cli.session import Session, due, worthwhile
 from kimi_cli.snapshot import check_state, load_state, read_snapshot
@@ -463,10 +464,11 @@ def test_journals_of_junk_never_fail_otherwise(junk: bytes, kind: int, text: byt
 
 
 def test_records_come_back() -> None:
-    head = Head("s", "m" * 64, True, "max", "tools \ud800 \u20ac")
+    tools = check_tools([{"b": "tools \ud800 \u20ac", "a": [1e300, -0.0, None]}])
+    head = Head("s", "m" * 64, True, "max", tools)
     turns = [
         Turn(["a\ud800b", "\u20ac"], [1, 2, 3], 0, {"seed": 2**64 - 1}, ["x"], [7, 8], "stop"),
-        Turn([], [], 1, {}, [], [], None),
+        Turn([], [0], 1, {}, [], [], None),
         Turn(["x" * 1001], [2**32 - 1], 0, {}, [], [4] * 9, "eos"),
     ]
     raw = journal.session_record(head)
@@ -484,6 +486,44 @@ def test_records_come_back() -> None:
         found, _, end = journal.parse(raw[:cut])
         assert end <= cut and (found is None) == (end == 0)
     assert journal.parse(b"") == (None, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"thinking": "no such"},
+        {"thinking": ["off"]},
+        {"tools": ""},
+        {"tools": "# Tools"},
+        {"tools": check_tools([{"a": 1}]) + " "},
+        {"tools": check_tools([{"a": 1}]).replace('{"a":1}', '{"a": 1}')},
+        {"tools": check_tools([{"a": 1}]).replace("1", "[" * 2000)},
+    ],
+)
+def test_a_head_that_no_run_wrote(facts: dict[str, Any]) -> None:
+    head = {"session": "s", "model": "m", "chat": True, "thinking": "off", "tools": None}
+    whole = {"format": "kimi-session", "version": 1, **head, **facts}
+    with pytest.raises(ValueError, match="is damaged: its record 0 makes no sense"):
+        journal.parse(journal._record(0, 1, journal._json(whole)))
+
+
+def test_a_turn_without_a_prompt() -> None:
+    raw = journal.session_record(Head("s", "m", False)) + journal.turn_record(1, Turn([], []))
+    with pytest.raises(ValueError, match="is damaged: its record 1 makes no sense"):
+        journal.parse(raw)
+
+
+def test_the_search_behind_a_torn_end_is_short() -> None:
+    """Every 20 bytes of this may begin a record of all the rest; each would be summed."""
+    frame = journal._FRAME.pack(b"KIMI", 9, 9, 0, 0)
+    count = 20_000
+    raw = b"".join(
+        journal._FRAME.pack(b"KIMI", 9, 9, len(frame) * (count - n - 1), 0) for n in range(count)
+    )
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="is damaged at byte 0"):
+        journal.parse(raw)
+    assert time.monotonic() - started < 0.5
 
 
 def test_other_versions_and_other_files(made: Path, tmp_path: Path, run: Run) -> None:
@@ -816,6 +856,33 @@ def test_show(run: Run, tmp_path: Path) -> None:
     facts = json.loads(kimi("session", path, "--json").stdout)
     assert (facts["state_position"], facts["saved"]) == (0, None)
     assert "none saved" in kimi("session", path).stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (b"nan", "it does not say when it was saved"),
+        (b"-inf", "it does not say when it was saved"),
+        (b"", "it does not say where it is"),
+        (b"1e17", "saved at 100000000000000000 seconds"),
+        (b"-1e300", "saved at -1"),
+    ],
+)
+def test_any_time_of_saving_is_shown_or_refused(
+    made: Path, tmp_path: Path, saved: bytes, said: str
+) -> None:
+    whole = made.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    before = json.loads(whole[8:size])["__metadata__"]["saved"].encode()
+    head = whole[8:size].replace(b'"%s"' % before, b'"%s"' % saved).rstrip(b" ")
+    head = whole[:8] + head + b" " * (size - 8 - len(head))
+    start = snapshot.read_snapshot(made).entries["checksums"].offset  # type: ignore[union-attr]
+    sums = crc32c(head).to_bytes(4, "little") + whole[start + 4 : -4]
+    sums += crc32c(sums).to_bytes(4, "little")
+    (tmp_path / "s").write_bytes(head + whole[size:start] + sums)
+    done = kimi("session", tmp_path / "s", check=None)
+    assert said in (done.stdout + done.stderr).decode()
+    assert done.returncode == (0 if said.startswith("saved") else 3)
 
 
 def test_show_refuses_what_is_bad(made: Path, tmp_path: Path) -> None:

@@ -278,10 +278,10 @@ def test_order_line_ends_and_blank_lines_do_not_matter(tmp_path):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (b"", "is not JSON in UTF-8"),
-        (b"\xff", "is not JSON in UTF-8"),
-        (b"[" * 100_000, "is not JSON in UTF-8"),
-        (b'{"a": ' + b"9" * 10_000 + b"}", "wanted an object added_tokens_decoder|is not JSON"),
+        (b"", "is not JSON at character 0"),
+        (b"\xff", "is not UTF-8 at byte 0"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "is holding a number of too many digits"),
         (b"[]", "wanted an object added_tokens_decoder"),
         (b'{"added_tokens_decoder": []}', "wanted an object added_tokens_decoder"),
         (edited_config(id_1535="x"), "ids from 1536 to 1791.*found '1535'"),
@@ -293,12 +293,29 @@ def test_order_line_ends_and_blank_lines_do_not_matter(tmp_path):
         (edited_config(id_1536="\ud800"), "1536 wants a content string"),
         (edited_config(id_1536="[EOS]"), r"ids 1536 and 1537 share the name '\[EOS\]'"),
         (edited_config(id_1536="<|reserved_token_1544|>"), "ids 1536 and 1544 share"),
+        (edited_config(id_1536="x" * 257), "1536 has a name of 257 characters, wanted at most 256"),
+        (b" " * ((4 << 20) + 1), "is larger than 4194304 bytes"),
     ],
 )
 def test_damaged_config_file(tmp_path, config, says):
     with pytest.raises(TokenizerError, match=says) as caught:
         Tokenizer.load(written(tmp_path, config=config))
     assert str(caught.value).startswith(str(tmp_path / "tokenizer_config.json"))
+
+
+def test_longest_names_of_every_control_token_load(tmp_path):
+    long = {f"id_{n}": f"{n}{'é(' * 126}" for n in range(1536, 1792)}
+    found = Tokenizer.load(written(tmp_path, config=edited_config(**long)))
+    assert found.special(f"1791{'é(' * 126}") == 1791
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    path = written(tmp_path) / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(TokenizerError, match="cannot be read: it is not a regular file"):
+        Tokenizer.load(tmp_path)
 
 
 def test_missing_files(tmp_path):

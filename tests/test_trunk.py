@@ -307,6 +307,7 @@ def test_interrupted(copied: tuple[Path, Path]) -> None:
         ("encoding", ["packed"], "wanted packed or plain"),
         ("format", "gguf", "not a trunk's manifest"),
         ("embedding", {}, "damaged"),
+        ("tables", {"size": 1}, "damaged: tables is not a size and a checksum"),
         ("fingerprint", {"shards": []}, "damaged: its checksum differs"),
         ("files", {}, "damaged: an object of 0 keys where a list belongs"),
         ("files", [], "lists 0 files, wanted layer-000.safetensors to head.safetensors, 14 in all"),
@@ -349,6 +350,36 @@ def test_manifest_of_another_kind(
 def test_manifest_that_is_no_json(copied: tuple[Path, Path], raw: bytes) -> None:
     (copied[1] / MANIFEST).write_bytes(raw)
     assert str(copied[1] / MANIFEST) in refusal(copied)
+
+
+@pytest.mark.parametrize("key", ["fingerprint", "embedding", "tables"])
+def test_manifest_that_can_be_read_but_not_written(copied: tuple[Path, Path], key: str) -> None:
+    """Some depths are within what the parser takes, and beyond what a checksum can be made of."""
+    path = copied[1] / MANIFEST
+    whole = json.dumps({**json.loads(path.read_text()), key: "deep"})
+    for depth in range(900, 1000):
+        path.write_text(whole.replace('"deep"', "[" * depth + "]" * depth))
+        assert "damaged" in refusal(copied) or "nested too deeply" in refusal(copied)
+
+
+def test_manifest_without_shards(copied: tuple[Path, Path]) -> None:
+    path = copied[1] / MANIFEST
+    write_manifest(path, replace(read_manifest(path), fingerprint={"shards": []}))
+    assert "places layer 1 expert 0 outside its shard" in refusal(copied)
+
+
+def test_tables_of_another_size_than_listed(copied: tuple[Path, Path]) -> None:
+    path, manifest = copied[1] / MANIFEST, read_manifest(copied[1] / MANIFEST)
+    size, crc = manifest.tables
+    write_manifest(path, replace(manifest, tables=(size + 1, crc)))
+    assert f"tables.safetensors has {size} bytes, wanted {size + 1}" in refusal(copied)
+
+
+@pytest.mark.parametrize("name", ["tables.safetensors", "layer-003.safetensors"])
+def test_a_pipe_is_not_waited_for(copied: tuple[Path, Path], name: str) -> None:
+    (copied[1] / name).unlink()
+    os.mkfifo(copied[1] / name)
+    assert name in refusal(copied) and "not a regular file" in refusal(copied)
 
 
 def test_manifest_fuzzed(copied: tuple[Path, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from running import forged, make_model
 from safetensors import safe_open
 
 from kimi_cli import deep, remedy, rowcheck, synth
@@ -759,3 +761,34 @@ def test_commands_are_quoted_for_a_shell() -> None:
     assert remedy.deep(model, Path("/t")).endswith("--deep --trunk /t")
     text = remedy.download(model, ["x"])
     assert text == ("run hf download moonshotai/Kimi-K3 x --local-dir '/a model' --force-download")
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_weights_that_are_no_numbers_are_named(
+    plain: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a trunk whose checksums hold, which nothing but malice writes."""
+    options = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 768}
+    source = make_model(tmp_path / "first", 3, plain=plain, **options)
+    layer = "language_model.model.layers.0."
+    matrix = f"{layer}mlp.gate_proj.weight"
+    nan = b"\xc0\x7f"
+    cases = {
+        "vector": (f"{layer}self_attn.A_log", b"\0\0\xc0\x7f", 1),
+        "inline": (f"{layer}self_attn.b_proj.weight", nan, 129),
+    }
+    if plain:
+        cases["rows"] = (matrix, b"\x80\xff", 20000)
+    else:
+        cases["table"] = (f"{matrix}.table", b"\xff", 15)  # a frequent high byte
+    for case, (name, bits, element) in cases.items():
+        found = forged(source, tmp_path / case, name, bits, element)
+        report = looked(capfd, found.trunk.directory.parent)
+        (finding,) = report["findings"]
+        assert finding["file"].endswith("/kimi-trunk/layer-000.safetensors")
+        what = rf"{name.removesuffix('.table')} has (NaN|infinity) at element (\d+)"
+        said = re.match(what + r"(, offset \d+)?, with a checksum that holds", finding["what"])
+        assert said, finding["what"]
+        if case != "table":
+            assert int(said[2]) == element and said[1] == ("infinity" if case == "rows" else "NaN")
+            assert said[3]
