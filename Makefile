@@ -17,7 +17,7 @@ $(VENV)/developed: $(SOURCES)
 	touch $(VENV)/installed $@
 
 run: $(VENV)/installed
-	$(BIN)/kimi generate --raw "In the beginning" -n 32
+	$(BIN)/kimi generate --raw "And it came to pass" -n 32
 	$(BIN)/kimi generate "Who was the father of Isaac?"
 
 lint: $(VENV)/developed

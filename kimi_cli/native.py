@@ -66,9 +66,10 @@ def isa() -> str:
 def set_threads(count: int) -> None:
     """Number of threads an operation may use, 1 to MAX_THREADS. Raises KimiError if the system has
     not so many: OpenMP, which starts them at their first use, would end the process."""
-    require(count - 1)
-    if lib.kimi_threads_set(count) != 0:
+    if not 1 <= count <= MAX_THREADS:
         raise UsageError(f"{count} threads are not possible: 1 to {MAX_THREADS} are")
+    require(count - 1)
+    _done(lib.kimi_threads_set(count), "kimi_threads_set")
 
 
 def _done(status: int, name: str) -> None:

@@ -25,7 +25,7 @@ from command import (
     sentence,
 )
 
-from kimi_cli.builtin import TINY
+from kimi_cli.builtin import PSALM, TINY
 from kimi_cli.cli import cli
 from kimi_cli.native import supported_isas
 from kimi_cli.synth import make_config, write_checkpoint
@@ -115,7 +115,7 @@ USAGE: dict[str, tuple[tuple[object, ...], str]] = {
     "two arguments": (("hi", "there"), r"unexpected extra argument"),
     "ids are no numbers": (("--ids", "1,a"), r"--ids wants numbers with commas between.*'a'"),
     "no ids": (("--ids", ""), r"--ids wants numbers"),
-    "id out of range": (("--ids", "1,768"), r"id 768 is outside the vocabulary: 0 to 767"),
+    "id out of range": (("--ids", "1,2304"), r"id 2304 is outside the vocabulary: 0 to 2303"),
     "empty prompt": (("",), r"the prompt is empty"),
     "empty raw prompt": (("", "--raw"), r"the prompt is empty"),
     "longer than the context": (
@@ -326,7 +326,7 @@ def test_what_goes_where(tmp_path: Path) -> None:
         r".* of experts \(\d+ of \d+ in memory\)",
         lines[3],
     ), lines[3]
-    model = kimi(*asked, "-m", TINY)
+    model = kimi(*asked, "-m", PSALM)
     assert model.stdout == loud.stdout and len(model.stderr.splitlines()) == 3
 
 

@@ -23,7 +23,7 @@ from terminal import Session as Terminal
 from kimi_cli import console, dialog, journal
 from kimi_cli import talk as talk_room
 from kimi_cli.answer import Settings
-from kimi_cli.builtin import PSALM
+from kimi_cli.builtin import PSALM, TINY
 from kimi_cli.chat import Control, encode_chat
 from kimi_cli.commands import HELP, Command, Draft, Entry, parse_command
 from kimi_cli.conversation import parse_messages
@@ -216,7 +216,7 @@ def test_a_text_never_becomes_a_control_token() -> None:
 
 
 def test_the_context_is_a_limit_with_a_sentence(fed: list[tuple[int, int]]) -> None:
-    with talking(context=100) as talk:
+    with talking(context=100, model=TINY) as talk:  # noise does not end by itself
         assert len(say(talk, "hi", 1000)) == 100 - 58
         fed.clear()
         with pytest.raises(UsageError, match="the context holds 100: /save FILE keeps it, /new"):
@@ -416,7 +416,7 @@ def test_an_interrupted_script_keeps_what_was_said(tmp_path: Path) -> None:
     path, ids = tmp_path / "s", tmp_path / "s.ids"
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         process = subprocess.Popen(
-            [KIMI, "chat", "--session", str(path), "--quiet"],
+            [KIMI, "chat", "-m", str(TINY), "--session", str(path), "--quiet"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=environment(),
         )  # fmt: skip

@@ -26,7 +26,7 @@ from command import (
     smallest_ram,
 )
 
-from kimi_cli.builtin import ROOT, TINY
+from kimi_cli.builtin import PSALM, ROOT, TINY
 from kimi_cli.native import supported_isas
 from kimi_cli.repack import repack
 from kimi_cli.tokenizer import Tokenizer
@@ -76,6 +76,7 @@ def test_golden(name: str, tmp_path: Path) -> None:
 
 def test_same_bytes_for_every_option_that_may_not_matter(tmp_path: Path) -> None:
     plain = repack(TINY, tmp_path / "plain", plain=True)
+    asked = ("-m", TINY, "--ids", PROMPT, "-n", 6)
     variants: dict[str, tuple[object, ...]] = {
         "default": (),
         "1 thread": ("--threads", 1),
@@ -85,14 +86,12 @@ def test_same_bytes_for_every_option_that_may_not_matter(tmp_path: Path) -> None
         "chunk 64": ("--prefill-chunk", 64),
         "plain": ("--trunk", plain),
         "160M": ("--ram", "160M", "--context", 4000),
-        "smallest": ("--ram", smallest_ram("--ids", PROMPT, "-n", 6, "--threads", 1)),
+        "smallest": ("--ram", smallest_ram(*asked, "--threads", 1)),
     } | {isa: ("--isa", isa) for isa in supported_isas()}
     found = {}
     for name, options in variants.items():
         own, whole = tmp_path / f"{name}.own.npy", tmp_path / f"{name}.all.npy"
-        result = generate(
-            "--ids", PROMPT, "-n", 6, "--logits", own, "--all-logits", whole, *options
-        )
+        result = generate(*asked, "--logits", own, "--all-logits", whole, *options)
         found[name] = (result["ids"], own.read_bytes(), whole.read_bytes())
         if name in supported_isas():
             assert result["stats"]["isa"] == name
@@ -190,9 +189,9 @@ def test_no_tokens_and_one(tmp_path: Path) -> None:
     none = generate("--ids", "1,2,3", "-n", 0, "--logits", own, "--all-logits", whole)
     assert (none["ids"], none["text"], none["stop_reason"]) == ([], "", "length")
     assert none["stats"]["seconds_per_token"] is None and none["stats"]["context"] == 3
-    assert np.load(own).shape == (0, 768) and np.load(whole).shape == (3, 768)
+    assert np.load(own).shape == (0, 2304) and np.load(whole).shape == (3, 2304)
     one = generate("--ids", "1,2,3", "-n", 1, "--logits", own)
-    assert len(one["ids"]) == 1 and np.load(own).shape == (1, 768)
+    assert len(one["ids"]) == 1 and np.load(own).shape == (1, 2304)
     assert one["ids"] == [int(np.load(whole)[-1].argmax())]
 
 
@@ -205,7 +204,7 @@ def test_text_is_what_json_says() -> None:
     done = kimi("generate", "--raw", "hello w\u00f6rld", "-n", 12, "--quiet", "--ignore-eos")
     result = generate("--raw", "hello w\u00f6rld", "-n", 12, "--ignore-eos")
     assert done.stdout.decode() == result["text"] + "\n" and done.stderr == b""
-    assert result["prompt_ids"] == Tokenizer.load(TINY).encode("hello w\u00f6rld")
+    assert result["prompt_ids"] == Tokenizer.load(PSALM).encode("hello w\u00f6rld")
 
 
 def test_without_a_tokenizer_ids_are_printed(tmp_path: Path) -> None:
@@ -225,12 +224,12 @@ def test_any_locale(locale: str) -> None:
         "generate", "--raw", text, "-n", 6, "--json", "--quiet",
         env=environment(LC_ALL=locale, PYTHONUTF8="0"),
     )  # fmt: skip
-    assert json.loads(done.stdout)["prompt_ids"] == Tokenizer.load(TINY).encode(text)
+    assert json.loads(done.stdout)["prompt_ids"] == Tokenizer.load(PSALM).encode(text)
 
 
 def test_prompt_from_stdin_is_kept_as_it_is(tmp_path: Path) -> None:
     text = "\ufeffone\r\ntwo\n"
-    wanted = Tokenizer.load(TINY).encode(text)
+    wanted = Tokenizer.load(PSALM).encode(text)
     piped = generate("--raw", "--prompt-file", "-", "-n", 1, input=text.encode())
     assert piped["prompt_ids"] == wanted
     (tmp_path / "p").write_bytes(text.encode())
@@ -318,7 +317,7 @@ def interrupt(number: int, *args: object, ready: Path | None = None) -> tuple[in
         seen = process.stdout.read(1)
     else:
         part = scratch_of(ready, process.pid)
-        while not part.exists() or part.stat().st_size < 20_000:
+        while not part.exists() or part.stat().st_size < 60_000:
             assert time.monotonic() - begun < 60 and process.poll() is None
             time.sleep(0.01)
     process.send_signal(number)
@@ -337,7 +336,7 @@ def test_interruption_keeps_what_was_generated(number: int, code: int, tmp_path:
     assert result["stop_reason"] == "interrupted" and len(result["ids"]) > 3
     rows = np.load(own)
     assert [int(row.argmax()) for row in rows] == result["ids"]
-    assert np.load(whole).shape == (3, 768)
+    assert np.load(whole).shape == (3, 2304)
     assert sorted(os.listdir(tmp_path)) == ["all.npy", "own.npy"]
     returned, out = interrupt(number)
     assert returned == code and len(out) > 1 and out.endswith(b"\n")
