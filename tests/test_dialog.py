@@ -432,7 +432,7 @@ def test_an_interrupted_script_keeps_what_was_said(tmp_path: Path) -> None:
         assert (process.returncode, said.strip()) == (code, b"")
         turns = history_of(path).turns
         assert turns[-1].ids and turns[-1].reason is None
-        text = answer_channels(turns[-1], "off", TOKENIZER)[1]
+        text = answer_channels(turns[-1], "off", Tokenizer.load(TINY))[1]
         if number == signal.SIGINT:  # SIGTERM does not wait for the word to be shown
             assert out.decode().endswith(text + "\n")
         assert text[:8] in out.decode() and out.endswith(b"\n")
