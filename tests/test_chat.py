@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kimi_cli.channels import AnswerParser
 from kimi_cli.chat import THINKING, Control, encode_chat
-from kimi_cli.conversation import parse_messages
+from kimi_cli.conversation import declared_tools, parse_messages
 from kimi_cli.errors import TokenizerError, UsageError
 from kimi_cli.tokenizer import Tokenizer
 
@@ -557,3 +557,9 @@ def test_an_id_outside_the_vocabulary_is_refused():
     for ids in ([1792], [OPEN, -1]):
         with pytest.raises(UsageError, match="outside the vocabulary"):
             [parser.push(i) for i in ids]
+
+
+@pytest.mark.parametrize("body", ["", "[]", "## Tools", "[" * 100_000, '[{"a": NaN}]'])
+def test_what_declares_no_tools_is_refused(body: str) -> None:
+    with pytest.raises(ValueError, match="not a declaration of tools"):
+        declared_tools(body)
