@@ -18,7 +18,7 @@ import numpy as np
 
 from kimi_cli import console, memory, native
 from kimi_cli.builtin import PSALM, ROOT, TINY
-from kimi_cli.config import Config, parse_config
+from kimi_cli.config import Config, load_config, parse_config
 from kimi_cli.engine import READERS, Engine, Source, plan_for
 from kimi_cli.errors import KimiError, VerifyError
 from kimi_cli.native import F32
@@ -36,11 +36,11 @@ KERNEL_BITS = {
     "elementary": 0xA9DD2CBD,
 }
 VARIANTS = {
-    "golden": (TINY, TINY / "config.json"),
-    "golden_block12": (TINY, ROOT / "config_block12.json"),
-    "psalm": (PSALM, PSALM / "config.json"),
+    "golden": ("tiny", None),
+    "golden_block12": ("tiny", "config_block12.json"),
+    "psalm": ("psalm", None),
 }
-"""Golden file by name: the checkpoint and the config it was made with."""
+"""By golden file: the checkpoint, and the config where it is not the checkpoint's own."""
 
 
 class Check(NamedTuple):
@@ -80,12 +80,12 @@ def _checks(isas: Sequence[str]) -> Iterator[Check]:
             yield _equal(f"kernel {name}, {isa}", bits, KERNEL_BITS[name])
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            plain = {
-                model: repack(model, Path(scratch) / model.name, plain=True)
-                for model in (TINY, PSALM)
-            }
-            for name, (model, config) in VARIANTS.items():
-                yield from _golden(name, model, _config(config), isas, plain[model])
+            for checkpoint, model in {"tiny": TINY, "psalm": PSALM}.items():
+                plain = repack(model, Path(scratch) / checkpoint, plain=True)
+                for name, (which, file) in VARIANTS.items():
+                    if which == checkpoint:
+                        config = load_config(model) if file is None else _config(ROOT / file)
+                        yield from _golden(name, model, config, isas, plain)
         except KimiError as error:
             yield Check("built-in model", False, str(error))
 

@@ -70,7 +70,7 @@ def test_code_of_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
     replace_file(model / "tokenizer_config.json", json.dumps(tokens).encode())
     words = ("generate", "hi", "-n", 2, "--quiet")
     done = kimi(*words, "-m", model, cwd=model)
-    assert done.stdout == kimi(*words).stdout and not proof.exists()
+    assert done.stdout == kimi(*words, "-m", TINY).stdout and not proof.exists()
 
 
 # ---- files ----
