@@ -179,7 +179,7 @@ def test_more_lines_are_added(prompts: Path, out: Path) -> None:
 
 
 def test_bad_lines_do_not_stop_the_others(out: Path, tmp_path: Path) -> None:
-    bad = ["{", '{"id": "x", "prompt": 3}', "", '{"ids": [768]}']
+    bad = ["{", '{"id": "x", "prompt": 3}', "", '{"ids": [2304]}']
     prompts = write(tmp_path / "p", {"ids": [1]}, *bad, {"ids": [2]})
     done = kimi(*words(prompts, out, "--quiet"), check=1)
     said = done.stderr.decode().splitlines()
