@@ -187,7 +187,7 @@ def test_lines_come_at_intervals(monkeypatch: pytest.MonkeyPatch,
 def test_plan_comes_before_the_first_token() -> None:
     done = kimi(*PROMPT, "-n", 2)
     lines = done.stderr.decode().splitlines()
-    assert re.fullmatch(r"held: .* of .* of trunk, 144 of 144 experts; .* of .* in all", lines[1])
+    assert re.fullmatch(r"held: .* of .* of trunk, 192 of 192 experts; .* of .* in all", lines[1])
     assert re.fullmatch(
         r"each token reads 0 B of trunk and about 0 B of experts; the prompt's 3 tokens take 1 "
         r"pass", lines[2],
