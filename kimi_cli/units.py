@@ -28,7 +28,7 @@ def format_size(count: int) -> str:
     """`count` bytes with a binary unit and three significant digits or so: `1.50 GiB`."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024:
+        if abs(value) < (1024 if unit == "B" else 1023.5):  # which is shown as 1024
             break
         value, unit = value / 1024, larger
     return f"{count} B" if unit == "B" else f"{value:.{2 if abs(value) < 100 else 0}f} {unit}"

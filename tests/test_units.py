@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kimi_cli.errors import UsageError
@@ -62,6 +62,7 @@ def test_sizes_as_people_read_them(count: int, text: str) -> None:
 
 
 @given(st.integers(0, 1 << 50))
+@example(1_098_974_756_864)
 def test_what_is_written_can_be_read(count: int) -> None:
     text = format_size(count)
     number, unit = text.split()
