@@ -283,7 +283,7 @@ def test_missing_folder(made: tuple[Path, Path], tmp_path: Path) -> None:
     assert "no where does not exist" in text
     assert text.endswith(f"run kimi repack -m {made[0]} --out '{tmp_path}/no where'")
     (tmp_path / "file").write_text("")
-    assert "trunk.json cannot be read: Not a directory" in refusal((made[0], tmp_path / "file"))
+    assert "is not a directory, wanted a repacked trunk" in refusal((made[0], tmp_path / "file"))
     (tmp_path / "empty").mkdir()
     assert "holds no trunk.json" in refusal((made[0], tmp_path / "empty"))
 
