@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 from command import environment, kimi
 
 
@@ -18,8 +16,6 @@ from command import environment, kimi
 def _library() -> Path:
     """The shim, compiled once."""
     compiler = os.environ.get("CC", "cc")
-    if shutil.which(compiler) is None:
-        pytest.skip("no C compiler for the shim")
     path = Path(tempfile.mkdtemp(prefix="kimi-shim-")) / "shim.so"
     words = [compiler, "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-o", path]
     source = Path(__file__).with_name("shim.c")

@@ -459,7 +459,6 @@ def test_plot_is_not_imported_unless_asked_for() -> None:
 
 
 def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     from kimi_cli.plan import make_plan
 
     made = make_plan(K3.config, K3.units, Request(1024, 1, 1, 4), 8 * GIB, {})
