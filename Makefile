@@ -25,8 +25,9 @@ lint: $(VENV)/developed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two files of tests at a time: most of a test is waiting for a process that it started.
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # The table of faults, each tried more often than `make test` has the time for.
 faults: $(VENV)/developed
