@@ -114,8 +114,8 @@ AVX2_INLINE float end_lanes(const __m256 acc[2]) {
 }
 
 /* `streams` rows, `step` apart, times one column. */
-AVX2_INLINE void column_rows(const uint8_t *packed, const uint8_t *scales, int64_t row,
-                             int64_t step, int streams, int64_t groups, const float *x, float *y) {
+AVX2_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8_t *packed,
+                             const uint8_t *scales, int64_t groups, const float *x, float *y) {
     __m256 acc[STREAMS][2];
     for (int i = 0; i < streams; i++) acc[i][0] = acc[i][1] = _mm256_setzero_ps();
     int64_t s = 0;
@@ -210,13 +210,8 @@ AVX2 void product_mxfp4_avx2(const uint8_t *packed, const uint8_t *scales, int64
                              float *y, int64_t y_stride) {
     int64_t groups = cols / 32;
     if (count <= 2) { /* twice over the weights is quicker than panels half empty */
-        int64_t step = (hi - lo) / STREAMS;
-        for (int64_t t = 0; t < count; t++, x += x_stride, y += y_stride) {
-            for (int64_t r = lo; r < lo + step; r++)
-                column_rows(packed, scales, r, step, STREAMS, groups, x, y);
-            for (int64_t r = lo + STREAMS * step; r < hi; r++)
-                column_rows(packed, scales, r, 0, 1, groups, x, y);
-        }
+        for (int64_t t = 0; t < count; t++, x += x_stride, y += y_stride)
+            STREAM_ROWS(column_rows, lo, hi, STREAMS, packed, scales, groups, x, y);
         return;
     }
     const expert_rows w = {packed, scales, groups};

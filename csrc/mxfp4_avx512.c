@@ -70,9 +70,8 @@ AVX512_INLINE __m512 multiply_super(const uint8_t *w, const uint8_t *scales, int
 }
 
 /* `streams` rows, `step` apart, times one column; `streams` is a constant at every call. */
-AVX512_INLINE void column_rows(const uint8_t *packed, const uint8_t *scales, int64_t row,
-                               int64_t step, int streams, int64_t groups, const float *x,
-                               float *y) {
+AVX512_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8_t *packed,
+                               const uint8_t *scales, int64_t groups, const float *x, float *y) {
     __m512 acc[STREAMS];
     for (int i = 0; i < streams; i++) acc[i] = _mm512_setzero_ps();
     int64_t g = 0;
@@ -130,11 +129,7 @@ AVX512 void product_mxfp4_avx512(const uint8_t *packed, const uint8_t *scales, i
                                  int64_t count, float *y, int64_t y_stride) {
     int64_t groups = cols / 32;
     if (count == 1) {
-        int64_t step = (hi - lo) / STREAMS;
-        for (int64_t r = lo; r < lo + step; r++)
-            column_rows(packed, scales, r, step, STREAMS, groups, x, y);
-        for (int64_t r = lo + STREAMS * step; r < hi; r++)
-            column_rows(packed, scales, r, 0, 1, groups, x, y);
+        STREAM_ROWS(column_rows, lo, hi, STREAMS, packed, scales, groups, x, y);
         return;
     }
     for (int64_t r = lo; r < hi; r += SCALED_ROWS)

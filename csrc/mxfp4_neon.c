@@ -75,8 +75,8 @@ KIMI_INLINE float32x4_t multiply_group(const uint8_t *group, uint8_t scale, cons
 }
 
 /* `streams` rows, `step` apart, times one column; `streams` is a constant at every call. */
-KIMI_INLINE void column_rows(const uint8_t *packed, const uint8_t *scales, int64_t row,
-                             int64_t step, int streams, int64_t groups, const float *x, float *y) {
+KIMI_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8_t *packed,
+                             const uint8_t *scales, int64_t groups, const float *x, float *y) {
     float32x4_t acc[STREAMS][4];
     for (int i = 0; i < streams; i++)
         for (int k = 0; k < 4; k++) acc[i][k] = vdupq_n_f32(0.0f);
@@ -146,11 +146,7 @@ void product_mxfp4_neon(const uint8_t *packed, const uint8_t *scales, int64_t lo
                         int64_t y_stride) {
     int64_t groups = cols / 32;
     if (count == 1) {
-        int64_t step = (hi - lo) / STREAMS;
-        for (int64_t r = lo; r < lo + step; r++)
-            column_rows(packed, scales, r, step, STREAMS, groups, x, y);
-        for (int64_t r = lo + STREAMS * step; r < hi; r++)
-            column_rows(packed, scales, r, 0, 1, groups, x, y);
+        STREAM_ROWS(column_rows, lo, hi, STREAMS, packed, scales, groups, x, y);
         return;
     }
     for (int64_t r = lo; r < hi; r += SCALED_ROWS)

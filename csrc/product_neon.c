@@ -23,14 +23,15 @@
 #define SCALED_COLUMNS 1
 #include "batch.h"
 
-enum { STREAMS = 4, TILE_ROWS = 6 };
+/* Decoding packed rows takes the registers that two more streams would need. */
+enum { STREAMS = 4, PACKED_STREAMS = 2, TILE_ROWS = 6 };
 
 void prepare_neon(int format, const float *x, int64_t cols, float *out) {
     prepare_base(format, x, cols, out);
 }
 
 /* `streams` rows, `step` apart, times one column; unrolled by the compiler per constant. */
-KIMI_INLINE void rows_bf16(const kimi_matrix *w, int64_t row, int64_t step, int streams,
+KIMI_INLINE void rows_bf16(int64_t row, int64_t step, int streams, const kimi_matrix *w,
                            const float *x, float *y) {
     lanes16 acc[STREAMS];
     const uint16_t *from[STREAMS];
@@ -51,7 +52,7 @@ KIMI_INLINE void rows_bf16(const kimi_matrix *w, int64_t row, int64_t step, int 
     }
 }
 
-KIMI_INLINE void rows_f32(const kimi_matrix *w, int64_t row, int64_t step, int streams,
+KIMI_INLINE void rows_f32(int64_t row, int64_t step, int streams, const kimi_matrix *w,
                           const float *x, float *y) {
     lanes16 acc[STREAMS];
     const float *from[STREAMS];
@@ -77,7 +78,7 @@ KIMI_INLINE void multiply_block(lanes16 *acc, const uint16x8_t weights[8], const
 }
 
 /* Runs of blocks without an escape in any stream, then one block with the escapes patched in. */
-KIMI_INLINE void rows_packed(const kimi_matrix *w, int64_t row, int64_t step, int streams,
+KIMI_INLINE void rows_packed(int64_t row, int64_t step, int streams, const kimi_matrix *w,
                              const float *x, float *y) {
     lanes16 acc[STREAMS];
     const uint8_t *from[STREAMS];
@@ -109,18 +110,14 @@ KIMI_INLINE void rows_packed(const kimi_matrix *w, int64_t row, int64_t step, in
     for (int i = 0; i < streams; i++) y[row + i * step] = lanes_end(acc[i]);
 }
 
-/* One column: rows [lo, hi) are cut into equal parts that are walked together. */
-#define PRODUCT_COLUMN(format, streams)                                                           \
-    static void column_##format(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x,     \
-                                float *y) {                                                       \
-        int64_t step = (hi - lo) / (streams), r = lo;                                             \
-        for (; r < lo + step; r++) rows_##format(w, r, step, streams, x, y);                      \
-        for (r = lo + step * (streams); r < hi; r++) rows_##format(w, r, 0, 1, x, y);             \
-    }
-
-PRODUCT_COLUMN(bf16, 4)
-PRODUCT_COLUMN(f32, 4)
-PRODUCT_COLUMN(packed, 2) /* decoding takes the registers that two more would need */
+static void product_column(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x, float *y) {
+    if (w->format == KIMI_BF16)
+        STREAM_ROWS(rows_bf16, lo, hi, STREAMS, w, x, y);
+    else if (w->format == KIMI_F32)
+        STREAM_ROWS(rows_f32, lo, hi, STREAMS, w, x, y);
+    else
+        STREAM_ROWS(rows_packed, lo, hi, PACKED_STREAMS, w, x, y);
+}
 
 /* `rows` (at most TILE_ROWS) rows times `count` (at most KIMI_BATCH) columns. */
 static void product_tile(const kimi_matrix *w, int64_t r0, int64_t rows, const float *x,
@@ -145,12 +142,7 @@ static void product_tile(const kimi_matrix *w, int64_t r0, int64_t rows, const f
 void product_neon(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x, int64_t x_stride,
                   int64_t count, float *y, int64_t y_stride) {
     if (count == 1) {
-        if (w->format == KIMI_BF16)
-            column_bf16(w, lo, hi, x, y);
-        else if (w->format == KIMI_F32)
-            column_f32(w, lo, hi, x, y);
-        else
-            column_packed(w, lo, hi, x, y);
+        product_column(w, lo, hi, x, y);
         return;
     }
     for (int64_t r = lo; r < hi; r += TILE_ROWS)

@@ -57,6 +57,20 @@ KIMI_INLINE float scale_float(uint8_t scale) {
     return bits_float(scale ? (uint32_t)scale << 23 : 0x00400000u);
 }
 
+/* Rows [lo, hi) by calls rows(row, step, streams, ...), each for rows row, row + step ... walked
+ * together; what is left one by one. `streams` is a constant. The step is odd: streams whole pages
+ * apart would share the sets of every cache. */
+#define STREAM_ROWS(rows, lo, hi, streams, ...)                                                   \
+    do {                                                                                          \
+        int64_t row_ = (lo);                                                                      \
+        while ((hi) - row_ >= (streams)) {                                                        \
+            int64_t step_ = (((hi) - row_) / (streams) - 1) | 1, end_ = row_ + step_;             \
+            for (; row_ < end_; row_++) rows(row_, step_, streams, __VA_ARGS__);                  \
+            row_ += ((streams) - 1) * step_;                                                      \
+        }                                                                                         \
+        for (; row_ < (hi); row_++) rows(row_, 0, 1, __VA_ARGS__);                                \
+    } while (0)
+
 /* Column held at position p of half h of a packed block (kimi.h). */
 KIMI_INLINE int packed_column(int h, int p) {
     return 32 * h + 16 * ((p >> 3) & 1) + 8 * (p >> 4) + (p & 7);
