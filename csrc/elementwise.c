@@ -24,3 +24,20 @@ KIMI_TARGET void KIMI_FN(situ)(const float *g, const float *u, int64_t n, float 
         y[i] = gated * (linear_beta * elementary_tanh(u[i] / linear_beta));
     }
 }
+
+KIMI_TARGET void KIMI_FN(softmax)(float *x, int64_t n, float scale, double *sum) {
+    float top[8];
+    double d[8] = {0};
+    for (int l = 0; l < 8; l++) top[l] = -INFINITY;
+    int64_t i = 0;
+    for (; i < n; i++) x[i] *= scale;
+    for (i = 0; i + 8 <= n; i += 8)
+        for (int l = 0; l < 8; l++) top[l] = x[i + l] > top[l] ? x[i + l] : top[l];
+    for (int l = 0; i + l < n; l++) top[l] = x[i + l] > top[l] ? x[i + l] : top[l];
+    for (int l = 1; l < 8; l++) top[0] = top[l] > top[0] ? top[l] : top[0];
+    for (i = 0; i < n; i++) x[i] = elementary_exp(x[i] - top[0]);
+    for (i = 0; i + 8 <= n; i += 8)
+        for (int l = 0; l < 8; l++) d[l] += (double)x[i + l];
+    for (int l = 0; i + l < n; l++) d[l] += (double)x[i + l];
+    *sum = doubles_sum(d);
+}

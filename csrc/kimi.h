@@ -181,8 +181,8 @@ int kimi_mla_absorb(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_
  * start + t + 1 rows. score = dense-product order, times scale; e = exp(score - max); the
  * denominator is a double sum of e; the numerator is, per block of KIMI_POSITION_BLOCK positions,
  * fmaf ascending from +0, blocks added ascending to +0.
- * scratch: kimi_mla_scratch(positions) floats. */
-int64_t kimi_mla_scratch(int64_t positions);
+ * scratch: kimi_mla_scratch(start + count, heads, rank + rope) floats. */
+int64_t kimi_mla_scratch(int64_t positions, int64_t heads, int64_t width);
 int kimi_mla_attend(const float *cache, int64_t start, int64_t count, int64_t heads, int64_t rank,
                     int64_t rope, const float *q, float scale, float *out, float *scratch);
 /* y[t][h value] = W_v[h] latent[t][h], the dense product. */

@@ -1,6 +1,5 @@
 /* mla.c: latent attention over the cache, never expanding keys or values. */
 #include "decode.h"
-#include "softmax.h"
 
 /* out[t] = sum over i ascending of q[t][i] * W[lo + i], i < nope: rows summed, not dotted. */
 KIMI_TARGET void KIMI_FN(absorb)(const kimi_matrix *w, int64_t lo, int64_t nope, const float *q,
@@ -20,41 +19,28 @@ KIMI_TARGET void KIMI_FN(absorb)(const kimi_matrix *w, int64_t lo, int64_t nope,
     }
 }
 
-/* The dense product's order on two float32 vectors. */
-KIMI_INLINE float mla_dot(const float *a, const float *b, int64_t n) {
-    float lanes[16] = {0.0f};
-    int64_t c = 0;
-    for (; c + 16 <= n; c += 16)
-        for (int l = 0; l < 16; l++) lanes[l] = fmaf(a[c + l], b[c + l], lanes[l]);
-    if (c < n)
-        for (int l = 0; l < 16; l++)
-            lanes[l] = c + l < n ? fmaf(a[c + l], b[c + l], lanes[l]) : lanes[l] + 0.0f;
-    return lanes_sum(lanes);
-}
+enum { BLEND_CHUNK = 64 };
 
-/* Up to KIMI_HEADS heads over the first `positions` cache rows; scratch holds one float per
- * head and position, then rank floats. */
-KIMI_TARGET void KIMI_FN(attend)(const float *cache, int64_t positions, int64_t heads,
-                                 int64_t rank, int64_t rope, const float *q, float scale,
-                                 float *out, float *scratch) {
-    int64_t width = rank + rope;
-    float *block = scratch + heads * positions;
-    for (int64_t s = 0; s < positions; s++)
-        for (int64_t h = 0; h < heads; h++)
-            scratch[h * positions + s] = mla_dot(q + h * width, cache + s * width, width) * scale;
-    for (int64_t h = 0; h < heads; h++) {
-        float *e = scratch + h * positions, *o = out + h * rank;
-        double sum = softmax_exp(e, positions);
-        memset(o, 0, (size_t)rank * sizeof *o);
-        for (int64_t s0 = 0; s0 < positions; s0 += KIMI_POSITION_BLOCK) {
-            int64_t left = positions - s0;
-            int64_t end = left < KIMI_POSITION_BLOCK ? positions : s0 + KIMI_POSITION_BLOCK;
-            memset(block, 0, (size_t)rank * sizeof *block);
-            for (int64_t s = s0; s < end; s++)
-                for (int64_t c = 0; c < rank; c++)
-                    block[c] = fmaf(e[s], cache[s * width + c], block[c]);
-            for (int64_t c = 0; c < rank; c++) o[c] += block[c];
+KIMI_TARGET void KIMI_FN(blend)(const float *cache, int64_t positions, int64_t width, int64_t lo,
+                                int64_t hi, const float *e, int64_t e_stride, const double *sum,
+                                int64_t heads, float *out, int64_t rank) {
+    float block[BLEND_CHUNK];
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t c0 = lo; c0 < hi; c0 += BLEND_CHUNK) {
+            int64_t n = hi - c0 < BLEND_CHUNK ? hi - c0 : BLEND_CHUNK;
+            float *o = out + h * rank + c0;
+            memset(o, 0, (size_t)n * sizeof *o);
+            for (int64_t s0 = 0; s0 < positions; s0 += KIMI_POSITION_BLOCK) {
+                int64_t left = positions - s0;
+                int64_t end = left < KIMI_POSITION_BLOCK ? positions : s0 + KIMI_POSITION_BLOCK;
+                memset(block, 0, sizeof block);
+                for (int64_t s = s0; s < end; s++) {
+                    const float *row = cache + s * width + c0;
+                    for (int64_t c = 0; c < n; c++)
+                        block[c] = fmaf(e[h * e_stride + s], row[c], block[c]);
+                }
+                for (int64_t c = 0; c < n; c++) o[c] += block[c];
+            }
+            for (int64_t c = 0; c < n; c++) o[c] = (float)((double)o[c] / sum[h]);
         }
-        for (int64_t c = 0; c < rank; c++) o[c] = (float)((double)o[c] / sum);
-    }
 }

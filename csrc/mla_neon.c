@@ -1,14 +1,10 @@
-/* mla_neon.c: latent attention for NEON.
- *
- * KIMI_HEAD_GROUP heads share each load of the cache; 16 accumulators stay in registers.
- */
+/* mla_neon.c: the two sides of latent attention that sum rows, for NEON. */
 #if defined(__aarch64__)
 #define KIMI_VARIANT neon
 #define KIMI_TARGET
 #include "dense_neon.h"
-#include "softmax.h"
 
-enum { ABSORB_ROWS = 32, ABSORB_COLUMNS = 64, SCORE_ROWS = 1, VALUE_WIDE = 16 };
+enum { ABSORB_ROWS = 32, ABSORB_COLUMNS = 64, BLEND_HEADS = 4 };
 
 /* out (`vectors` of 4 columns) += rows times q; rows are ABSORB_COLUMNS apart. */
 KIMI_INLINE void absorb_tile(const float *tile, int64_t rows, int vectors, const float *q,
@@ -48,35 +44,16 @@ void absorb_neon(const kimi_matrix *w, int64_t lo, int64_t nope, const float *q,
     }
 }
 
-/* Scores of one cache row against `heads` queries; heads is a constant at every call. */
-KIMI_INLINE void score_rows(const float *row, int rows, const float *q, int64_t width, int heads,
-                            float scale, float *out, int64_t out_stride) {
-    (void)rows; /* one */
-    lanes16 acc[KIMI_HEAD_GROUP];
-    for (int h = 0; h < heads; h++) acc[h] = lanes_zero();
-    int64_t c = 0;
-    for (; c + 16 <= width; c += 16) {
-        lanes16 k = lanes_load(row + c);
-        for (int h = 0; h < heads; h++) lanes_fma(acc + h, lanes_load(q + h * width + c), k);
-    }
-    for (int h = 0; h < heads; h++) {
-        if (c < width)
-            lanes_fma(acc + h, lanes_tail(q + h * width + c, width - c),
-                      lanes_tail(row + c, width - c));
-        out[h * out_stride] = lanes_end(acc[h]) * scale;
-    }
-}
-
-/* out[h][c .. c + VALUE_WIDE) += one block of positions; heads is a constant at every call. */
-KIMI_INLINE void value_columns(const float *cache, int64_t width, int64_t count, int heads,
-                               const float *e, int64_t positions, float *out, int64_t rank) {
-    lanes16 block[KIMI_HEAD_GROUP];
+/* out[h][c .. c + 16) += `count` positions of the cache; `heads` is a constant at every call. */
+KIMI_INLINE void blend_tile(const float *cache, int64_t width, int64_t count, const float *e,
+                            int64_t e_stride, int heads, float *out, int64_t rank) {
+    lanes16 block[BLEND_HEADS];
     for (int h = 0; h < heads; h++) block[h] = lanes_zero();
     for (int64_t s = 0; s < count; s++) {
         lanes16 row = lanes_load(cache + s * width);
         for (int h = 0; h < heads; h++)
             for (int i = 0; i < 4; i++)
-                block[h].v[i] = vfmaq_n_f32(block[h].v[i], row.v[i], e[h * positions + s]);
+                block[h].v[i] = vfmaq_n_f32(block[h].v[i], row.v[i], e[h * e_stride + s]);
     }
     for (int h = 0; h < heads; h++)
         for (int i = 0; i < 4; i++) {
@@ -85,12 +62,31 @@ KIMI_INLINE void value_columns(const float *cache, int64_t width, int64_t count,
         }
 }
 
-#define HEADS_TARGET
-#include "mla_heads.h"
-
-void attend_neon(const float *cache, int64_t positions, int64_t heads, int64_t rank, int64_t rope,
-                 const float *q, float scale, float *out, float *scratch) {
-    attend_heads(cache, positions, heads, rank, rope, q, scale, out, scratch);
+void blend_neon(const float *cache, int64_t positions, int64_t width, int64_t lo, int64_t hi,
+                const float *e, int64_t e_stride, const double *sum, int64_t heads, float *out,
+                int64_t rank) {
+    int64_t whole = lo + (hi - lo) / 16 * 16;
+    for (int64_t h = 0; h < heads; h++)
+        memset(out + h * rank + lo, 0, (size_t)(whole - lo) * sizeof *out);
+    for (int64_t s = 0; s < positions; s += KIMI_POSITION_BLOCK) {
+        int64_t left = positions - s;
+        int64_t count = left < KIMI_POSITION_BLOCK ? left : KIMI_POSITION_BLOCK;
+        for (int64_t c = lo; c < whole; c += 16) {
+            const float *from = cache + s * width + c;
+            int64_t h = 0;
+            for (; h + BLEND_HEADS <= heads; h += BLEND_HEADS)
+                blend_tile(from, width, count, e + h * e_stride + s, e_stride, BLEND_HEADS,
+                           out + h * rank + c, rank);
+            for (; h < heads; h++)
+                blend_tile(from, width, count, e + h * e_stride + s, e_stride, 1,
+                           out + h * rank + c, rank);
+        }
+    }
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t c = lo; c < whole; c++)
+            out[h * rank + c] = (float)((double)out[h * rank + c] / sum[h]);
+    if (whole < hi)
+        blend_base(cache, positions, width, whole, hi, e, e_stride, sum, heads, out, rank);
 }
 #else
 typedef int kimi_no_neon_mla;

@@ -134,31 +134,6 @@ int kimi_gated_norm(const float *x, const float *gate, int64_t count, int64_t he
     return 0;
 }
 
-/* Per thread: one score per head of a group and position, and a block of the numerator. */
-int64_t kimi_mla_scratch(int64_t positions) {
-    return kimi_threads() * (KIMI_HEADS * positions + KIMI_MAX_RANK);
-}
-
-int kimi_mla_attend(const float *cache, int64_t start, int64_t count, int64_t heads, int64_t rank,
-                    int64_t rope, const float *q, float scale, float *out, float *scratch) {
-    if (!cache || !q || !out || !scratch || start < 0 || count < 1 || heads < 1 || rank < 1 ||
-        rank > KIMI_MAX_RANK || rope < 0)
-        return KIMI_E_ARGUMENT;
-    int64_t width = rank + rope, each = KIMI_HEADS * (start + count) + KIMI_MAX_RANK;
-    /* enough pieces for every thread come before long ones */
-    int64_t most = count * heads >= 2 * KIMI_HEADS * kimi_threads() ? KIMI_HEADS : KIMI_HEAD_GROUP;
-    int64_t groups = (heads + most - 1) / most;
-    PARALLEL_BEGIN(count * heads * (start + count) * width)
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < count * groups; i++) {
-        int64_t t = i / groups, h = i % groups * most, group = heads - h < most ? heads - h : most;
-        kernels->attend(cache, start + t + 1, group, rank, rope, q + (t * heads + h) * width, scale,
-                        out + (t * heads + h) * rank, scratch + part * each);
-    }
-    PARALLEL_END
-    return 0;
-}
-
 /* Insertion into a list of k kept in order; NaN never wins, and ids stay distinct and in range. */
 static void route_token(const float *logits, const float *bias, int64_t experts, int64_t k,
                         double factor, int32_t *ids, float *weights) {

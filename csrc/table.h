@@ -30,8 +30,10 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
     K(prepare_mxfp4, (const float *x, int64_t cols, float *out))                                  \
     K(absorb, (const kimi_matrix *w, int64_t lo, int64_t nope, const float *q, int64_t q_stride,  \
                int64_t count, float *out, int64_t out_stride))                                    \
-    K(attend, (const float *cache, int64_t positions, int64_t heads, int64_t rank, int64_t rope,  \
-               const float *q, float scale, float *out, float *scratch))
+    /* out[h][c] = sum over positions of e[h][.] cache[.][c], over sum[h]; columns [lo, hi) */    \
+    K(blend, (const float *cache, int64_t positions, int64_t width, int64_t lo, int64_t hi,       \
+              const float *e, int64_t e_stride, const double *sum, int64_t heads, float *out,     \
+              int64_t rank))
 
 /* The rest: plain rooms, compiled again per instruction set, but for arm64, where NEON is part of
  * the base. */
@@ -41,6 +43,8 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
     K(tanh, (const float *x, int64_t n, float *y))                                                \
     K(gate, (const float *x, const float *gate, int64_t n, float *y))                             \
     K(situ, (const float *g, const float *u, int64_t n, float beta, float linear_beta, float *y)) \
+    /* x = exp(scale x - its largest) */                                                          \
+    K(softmax, (float *x, int64_t n, float scale, double *sum))                                   \
     K(rmsnorm, (const float *x, int64_t n, const float *weight, double eps, float *y))            \
     K(mix, (const float *const *sources, int64_t s, int64_t offset, int64_t n, const float *norm, \
             const float *proj, double eps, float *y))                                             \
@@ -75,10 +79,6 @@ KIMI_PRODUCT_KERNELS(KIMI_DECLARE_AVX512)
 KIMI_PRODUCT_KERNELS(KIMI_DECLARE_NEON)
 KIMI_VECTOR_KERNELS(KIMI_DECLARE_NEON)
 #endif
-
-/* Heads that one call of `attend` takes at most, so that a block of the cache is fetched once for
- * them; and heads that share a load of it. */
-enum { KIMI_HEADS = 16, KIMI_HEAD_GROUP = 4 };
 
 /* The table in use, chosen by kimi_isa_set. */
 const kimi_table *kimi_kernels(void);

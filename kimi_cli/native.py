@@ -494,9 +494,9 @@ def mla_absorb(kv_b: Matrix, heads: int, nope: int, rope: int, q: F32, out: F32)
     _done(status, "kimi_mla_absorb")
 
 
-def mla_scratch_floats(positions: int) -> int:
-    """Floats of scratch that attention over `positions` cached positions needs."""
-    return int(lib.kimi_mla_scratch(positions))
+def mla_scratch_floats(positions: int, heads: int, width: int) -> int:
+    """Floats of scratch that `heads` heads need for `positions` cached positions of `width`."""
+    return int(lib.kimi_mla_scratch(positions, heads, width))
 
 
 def mla_attend(
@@ -519,7 +519,7 @@ def mla_attend(
         _flat(q, count, heads, width),
         scale,
         _flat(out, count, heads, width - rope),
-        _scratch(work, mla_scratch_floats(start + count)),
+        _scratch(work, mla_scratch_floats(start + count, heads, width)),
     )
     _done(status, "kimi_mla_attend")
 

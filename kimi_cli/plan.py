@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from kimi_cli import native
 from kimi_cli.buffers import Buffers, model_buffers
 from kimi_cli.config import Config
 from kimi_cli.errors import BudgetError
@@ -153,7 +154,8 @@ def _buffers(config: Config, units: Sequence[Unit], request: Request, chunk: int
     latent, inter = config.routed_expert_hidden_size, config.moe_intermediate_size
     expert = round_up(latent, 128) + round_up(inter, 128)
     scratch = max(cols, expert, heads * round_up(config.kv_lora_rank, 128)) * chunk
-    attend = request.threads * (16 * request.context + 8192)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    attend = native.mla_scratch_floats(request.context, heads, width)
     logits = chunk if request.all_logits else 1
     return model_buffers(config, chunk, logits, heads, scratch, attend)
 

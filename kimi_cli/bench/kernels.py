@@ -128,7 +128,7 @@ class Operands:
         caches = self.floats(self.positions, rank + rope)
         q = np.random.default_rng(3).standard_normal((1, heads, rank + rope), np.float32)
         out = np.empty((1, heads, rank), np.float32)
-        work = np.empty(native.mla_scratch_floats(self.positions), np.float32)
+        work = np.empty(native.mla_scratch_floats(self.positions, heads, rank + rope), np.float32)
         scale = (config.qk_nope_head_dim + rope) ** -0.5
         last = self.positions - 1
         calls = [partial(native.mla_attend, c, last, rope, q, scale, out, work) for c in caches]

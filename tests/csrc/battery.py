@@ -188,7 +188,7 @@ def mla_cases(fmt):
         return [out]
 
     def attend():
-        out, work = blank(4, heads, rank), blank(native.mla_scratch_floats(200))
+        out, work = blank(4, heads, rank), blank(native.mla_scratch_floats(200, heads, rank + rope))
         native.mla_attend(cache, 196, rope, queries, 0.1, out, work)
         return [out]
 

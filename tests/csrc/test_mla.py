@@ -36,7 +36,7 @@ def ranks(fmt):
 
 def attend(cache, start, rope, q, scale, out):
     """native.mla_attend with poisoned, guarded scratch of exactly the size asked for."""
-    work = Output((native.mla_scratch_floats(start + len(q)),))
+    work = Output((native.mla_scratch_floats(start + len(q), q.shape[1], q.shape[2]),))
     native.mla_attend(cache, start, rope, q, scale, out, work.view)
     work.check(written=False, start=start, q=q.shape)
 
@@ -299,7 +299,7 @@ def test_wrong_arrays_are_refused():
 
     cache, q = np.zeros((4, 18), np.float32), np.zeros((2, 3, 18), np.float32)
     out = np.zeros((2, 3, 16), np.float32)
-    work = np.zeros(native.mla_scratch_floats(4), np.float32)
+    work = np.zeros(native.mla_scratch_floats(4, 3, 18), np.float32)
     native.mla_attend(cache, 2, 2, q, 1.0, out, work)
     for c, start, rope, query, into, scratch in (
         (cache.astype(np.float64), 2, 2, q, out, work),

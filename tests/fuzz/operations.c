@@ -200,7 +200,7 @@ static void attend(void) {
     int64_t rank = between(1, 130), heads = between(1, 9), rope = between(0, 9);
     int64_t count = between(1, 5), start = between(0, 300), width = rank + rope;
     float *cache = floats((start + count) * width), *q = floats(count * heads * width);
-    float *scratch = room(kimi_mla_scratch(start + count) * 4, 4);
+    float *scratch = room(kimi_mla_scratch(start + count, heads, width) * 4, 4);
     EVERYWHERE(float, count * heads * rank,
                kimi_mla_attend(cache, start, count, heads, rank, rope, q, 0.125f, out, scratch))
 }

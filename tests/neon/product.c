@@ -77,7 +77,7 @@ static int64_t attend(const shape *s, float *out) {
     int64_t start = 2 * s->count - 1, rope = rope_of(s), width = s->cols + rope;
     float *cache = random_floats((start + s->count) * width, s->weights);
     float *q = random_floats(s->count * s->rows * width, s->x);
-    float *scratch = take_floats(kimi_mla_scratch(start + s->count));
+    float *scratch = take_floats(kimi_mla_scratch(start + s->count, s->rows, width));
     if (kimi_mla_attend(cache, start, s->count, s->rows, s->cols, rope, q, 0.0625f, out, scratch))
         return 0;
     return s->count * s->rows * s->cols;
