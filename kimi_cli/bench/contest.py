@@ -42,10 +42,12 @@ EFFORTS = {
 }
 
 
-def best(contenders: Mapping[str, Contender], seconds: float) -> dict[str, float]:
-    """The best rate of each contender over ROUNDS rounds in which they take turns."""
+def best(
+    contenders: Mapping[str, Contender], seconds: float, rounds: int = ROUNDS
+) -> dict[str, float]:
+    """The best rate of each contender over `rounds` rounds in which they take turns."""
     found = dict.fromkeys(contenders, 0.0)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, contender in contenders.items():
             found[name] = max(found[name], contender(seconds))
     return found
