@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,21 +18,10 @@ from kimi_cli.checkpoint import ExpertTable
 from kimi_cli.config import Config
 from kimi_cli.errors import CheckpointError, KimiError, ReadError
 from kimi_cli.expertsums import expert_crc
-from kimi_cli.native import U8
+from kimi_cli.native import U8, Expert
 from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_up
 from kimi_cli.tensors import EXPERT_PARTS, expert_bytes, expert_prefix, expert_shapes
 from kimi_cli.timing import CHECK
-
-
-class Expert(NamedTuple):
-    """The six tensors of one expert, uint8: packed [out, in/2], scale [out, in/32]."""
-
-    w1_packed: U8
-    w1_scale: U8
-    w2_packed: U8
-    w2_scale: U8
-    w3_packed: U8
-    w3_scale: U8
 
 
 class Experts:
@@ -58,7 +46,7 @@ class Experts:
         memory = allocate(slots * slot_bytes)
         self._slots = [memory[i * slot_bytes : (i + 1) * slot_bytes] for i in range(slots)]
         self._tickets: dict[int, Ticket] = {}
-        self._offsets: list[tuple[int, ...]] = [()] * slots
+        self._contents: list[Expert | None] = [None] * slots
         self._cache: Policy = Ranked(slots)
         self._paths = list(shards)
         self._files: dict[int, DirectFile] = {}
@@ -109,7 +97,7 @@ class Experts:
         """Every requested expert once, in any order; an expert is gone with the next."""
         while self._held:
             expert, slot = self._held[-1]
-            yield expert, self._view(slot)
+            yield expert, self._content(slot)
             self._held.pop()
             self._fill()
         while self._flying:
@@ -117,7 +105,7 @@ class Experts:
             expert, slot = entry
             self._tickets[slot].wait()  # where this fails, `rewind` frees the slot
             del self._tickets[slot]
-            yield expert, self._view(slot)
+            yield expert, self._content(slot)
             self._flying.remove(entry)
             self._fill()
 
@@ -163,18 +151,19 @@ class Experts:
                 for size in pieces:
                     starts.append(lead)
                     lead += size
-            self._offsets[slot] = tuple(starts)
+            tensors = self._tensors(slot, starts)
             with self._reader.span(CHECK, "expert"):
-                self._check(layer, expert, slot)
+                self._check(layer, expert, tensors)
+            self._contents[slot] = Expert(tensors)
             return 0
 
         return self._reader.submit(work, urgent=True, label=f"expert {layer}.{expert}")
 
-    def _check(self, layer: int, expert: int, slot: int) -> None:
+    def _check(self, layer: int, expert: int, tensors: Sequence[U8]) -> None:
         """Refuses bytes that differ from their checksum, and a scale byte that means NaN."""
         if self._sums is not None:
-            self._check_sum(layer, expert, expert_crc(self._view(slot)), self._sums)
-        for part, tensor in enumerate(self._view(slot)):
+            self._check_sum(layer, expert, expert_crc(tensors), self._sums)
+        for part, tensor in enumerate(tensors):
             if not EXPERT_PARTS[part].endswith("weight_scale"):
                 continue
             bad = native.scale_nan(tensor.reshape(-1))
@@ -199,14 +188,18 @@ class Experts:
             f"{remedy.download(paths[0].parent, names)}"
         )
 
-    def _view(self, slot: int) -> Expert:
+    def _content(self, slot: int) -> Expert:
+        found = self._contents[slot]
+        assert found is not None  # its bytes have arrived
+        return found
+
+    def _tensors(self, slot: int, starts: Sequence[int]) -> list[U8]:
+        """EXPERT_PARTS where they begin in the slot: packed [out, in/2], scale [out, in/32]."""
         whole = np.frombuffer(self._slots[slot], dtype=np.uint8)
-        return Expert(
-            *(
-                whole[start : start + rows * cols].reshape(rows, cols)
-                for start, (rows, cols) in zip(self._offsets[slot], self._shapes, strict=True)
-            )
-        )
+        return [
+            whole[start : start + rows * cols].reshape(rows, cols)
+            for start, (rows, cols) in zip(starts, self._shapes, strict=True)
+        ]
 
     def _file(self, shard: int) -> DirectFile:
         """The shard, opened when first needed, on the thread that submits."""

@@ -5,8 +5,7 @@ Reads like sections 5 to 8 of the architecture page. `x` is always the normed la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,8 +149,12 @@ class Model:
     def _product(self, layer: Layer, name: str, x: F32, y: F32) -> F32:
         """y [T, rows] = x [T, cols] times matrix `name`, piece by piece."""
         for row, piece in layer.rows(name):
-            with self._span(KERNEL, name), _named(layer, name):
-                native.product(piece, x, y[:, row : row + piece.rows], self._scratch, row > 0)
+            part = y if piece.rows == y.shape[1] else y[:, row : row + piece.rows]
+            with self._span(KERNEL, name):
+                try:
+                    native.product(piece, x, part, self._scratch, row > 0)
+                except CheckpointError as error:
+                    raise layer.refused(name, error) from None
         return y
 
     def _kda(self, state: State, number: int, layer: Layer, x: F32, out: F32) -> None:
@@ -211,8 +214,11 @@ class Model:
             queries = _part(buffers["q_latent"], count, heads, rank + rope)
             attended = _part(buffers["latent"], count, heads, rank)
             mine = q[:, first * (nope + rope) : (first + heads) * (nope + rope)]
-            with self._span(KERNEL, "attend"), _named(layer, "self_attn.kv_b_proj"):
-                native.mla_absorb(piece, heads, nope, rope, mine, queries.reshape(count, -1))
+            with self._span(KERNEL, "attend"):
+                try:
+                    native.mla_absorb(piece, heads, nope, rope, mine, queries.reshape(count, -1))
+                except CheckpointError as error:
+                    raise layer.refused("self_attn.kv_b_proj", error) from None
                 native.mla_attend(
                     cache, start, rope, queries, (nope + rope) ** -0.5, attended, buffers["attend"]
                 )
@@ -264,17 +270,25 @@ class Model:
 
     def _routed(self, ids: NDArray[np.int32], latent: F32, buffers: dict[str, F32]) -> None:
         """Fills buffers["experts"] [T, k, latent], each expert for all its tokens as it arrives."""
-        outputs = buffers["experts"]
+        outputs = buffers["experts"].reshape(-1, latent.shape[1])
         beta, linear_beta = self._config.situ_beta, self._config.situ_linear_beta
+        places: dict[int, list[int]] = {}
+        for place, expert in enumerate(ids.ravel().tolist()):
+            places.setdefault(expert, []).append(place)
         for expert, w in self._experts.arrivals():
-            tokens, places = np.nonzero(ids == expert)
-            few = len(tokens)
-            z, y = buffers["chosen"][:few], buffers["expert"][:few]
+            mine = places[expert]
+            few, first, k = len(mine), mine[0], ids.shape[1]
             gate, up = buffers["w1"][:few], buffers["w3"][:few]
-            np.take(latent, tokens, axis=0, out=z, mode="clip")  # without a copy
+            if few == 1:
+                z, y = latent[first // k :][:1], outputs[first : first + 1]
+            else:
+                z, y = buffers["chosen"][:few], buffers["expert"][:few]
+                tokens = [place // k for place in mine]
+                np.take(latent, tokens, axis=0, out=z, mode="clip")  # without a copy
             with self._span(KERNEL, f"expert {expert}"):
                 native.expert(w, z, gate, up, y, beta, linear_beta, self._scratch)
-            outputs[tokens, places] = y
+            if few > 1:
+                outputs[mine] = y
 
     def _head(self, blocks: list[F32], prefix: F32, count: int) -> F32:
         """Logits [count, vocab] of the last `count` tokens."""
@@ -295,15 +309,6 @@ class Model:
                     "damaged; run kimi verify"
                 )
         return logits
-
-
-@contextmanager
-def _named(layer: Layer, name: str) -> Iterator[None]:
-    """Tells whose weights the extension refuses."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise layer.refused(name, error) from None
 
 
 def _views(memory: native.U8, at: int, shapes: Shapes) -> tuple[dict[str, F32], int]:

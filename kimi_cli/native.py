@@ -40,6 +40,7 @@ ISAS = {
     "neon": lib.KIMI_ISA_NEON,
 }
 MAX_THREADS: int = lib.KIMI_MAX_THREADS
+_FLOAT, _FLOATS = np.dtype(np.float32), ffi.typeof("float[]")
 PACKED_BLOCK = 64
 PACKED_BLOCK_BYTES = 96
 
@@ -96,9 +97,9 @@ def _raw(array: NDArray[Any], dtype: Any) -> int:
 
 def _flat(array: F32, *shape: int) -> Any:
     """Pointer to a contiguous float32 array of exactly this shape."""
-    if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
+    if array.dtype != _FLOAT or array.shape != shape or not array.flags.c_contiguous:
         raise ValueError(f"want contiguous float32 {shape}, got {array.dtype} {array.shape}")
-    return ffi.cast("float *", _address(array))
+    return ffi.from_buffer(_FLOATS, array)
 
 
 def _vector(array: NDArray[Any], size: int, dtype: Any, pointer: str) -> Any:
@@ -110,8 +111,10 @@ def _vector(array: NDArray[Any], size: int, dtype: Any, pointer: str) -> Any:
 
 def _rows(array: F32, cols: int) -> tuple[Any, int]:
     """Pointer to and row stride of a float32 array [count, cols] whose rows are contiguous."""
-    if array.dtype != np.float32 or array.ndim != 2 or array.shape[1] != cols:
+    if array.dtype != _FLOAT or array.ndim != 2 or array.shape[1] != cols:
         raise ValueError(f"want float32 [n, {cols}], got {array.dtype} {array.shape}")
+    if array.flags.c_contiguous:  # a buffer is four times faster than the address
+        return ffi.from_buffer(_FLOATS, array), cols
     if array.strides[1] != 4 or array.strides[0] % 4:
         raise ValueError("want rows that are contiguous")
     return ffi.cast("float *", _address(array)), array.strides[0] // 4
@@ -215,8 +218,25 @@ def product_mxfp4(packed: U8, scales: U8, x: F32, y: F32, scratch: F32) -> None:
     _done(status, "kimi_product_mxfp4")
 
 
+class Expert:
+    """A routed expert somewhere in memory, ready to be computed.
+
+    `weights` are packed [rows, cols/2] and scales [rows, cols/32] of W1, W2 and W3 in turn: W1 and
+    W3 [inter, latent], W2 [latent, inter].
+    """
+
+    __slots__ = ("inter", "latent", "w1", "w2", "w3", "weights")
+
+    def __init__(self, weights: Sequence[U8]) -> None:
+        w1, s1, w2, s2, w3, s3 = weights
+        self.inter, self.latent = w1.shape[0], w1.shape[1] * 2
+        self.w1 = _mxfp4(w1, s1, self.inter, self.latent)
+        self.w2 = _mxfp4(w2, s2, self.latent, self.inter)
+        self.w3 = _mxfp4(w3, s3, self.inter, self.latent)
+        self.weights = weights
+
+
 def _mxfp4(packed: U8, scales: U8, rows: int, cols: int) -> Any:
-    """The matrix as the kernels take it; packed [rows, cols/2] and scales [rows, cols/32]."""
     if packed.shape != (rows, cols // 2) or scales.shape != (rows, cols // 32) or cols % 32:
         raise ValueError(f"{packed.shape} and {scales.shape} are no MXFP4 of {rows} x {cols}")
     struct = ffi.new("kimi_mxfp4 *")
@@ -231,7 +251,7 @@ def expert_scratch_floats(latent: int, inter: int, count: int) -> int:
 
 
 def expert(
-    weights: Sequence[U8],
+    w: Expert,
     x: F32,
     gate: F32,
     up: F32,
@@ -242,19 +262,17 @@ def expert(
 ) -> None:
     """y [count, latent] = W2 situ(W1 x, W3 x) of a routed expert, x [count, latent].
 
-    `weights` are packed and scales of W1, W2, W3 in turn, W1 and W3 [inter, latent] and W2
-    [latent, inter]; `gate` and `up`, [count, inter], are left with values on the way.
+    `gate` and `up`, [count, inter], are left with values on the way.
     """
-    (w1, s1, w2, s2, w3, s3), (count, inter) = weights, gate.shape
-    latent = w1.shape[1] * 2
+    count, inter, latent = len(x), w.inter, w.latent
     x_ptr, x_stride = _rows(x, latent)
     y_ptr, y_stride = _rows(y, latent)
-    if not len(x) == len(y) == count:
-        raise ValueError("x, y and gate differ in count")
+    if len(y) != count:
+        raise ValueError("x and y differ in count")
     status = lib.kimi_expert(
-        _mxfp4(w1, s1, inter, latent),
-        _mxfp4(w3, s3, inter, latent),
-        _mxfp4(w2, s2, latent, inter),
+        w.w1,
+        w.w3,
+        w.w2,
         latent,
         inter,
         beta,

@@ -83,9 +83,9 @@ def stored(source: Source) -> dict[tuple[int, int], list[bytes]]:
 def fetch(experts: Experts, layer: int, wanted: list[int]) -> dict[int, list[bytes]]:
     experts.request(layer, wanted, range(len(wanted)))
     found: dict[int, list[bytes]] = {}
-    for expert, tensors in experts.arrivals():
+    for expert, w in experts.arrivals():
         assert expert not in found
-        found[expert] = [tensor.tobytes() for tensor in tensors]
+        found[expert] = [tensor.tobytes() for tensor in w.weights]
     return found
 
 
@@ -116,11 +116,11 @@ def test_every_expert_arrives_once_with_its_bytes(source: Source, slots: int) ->
 def test_shapes_are_the_formats(source: Source) -> None:
     with opened(source, 1) as experts:
         experts.request(1, [0], [0])
-        for _, expert in experts.arrivals():
-            assert [tensor.shape for tensor in expert] == [
+        for _, w in experts.arrivals():
+            assert [tensor.shape for tensor in w.weights] == [
                 (96, 80), (96, 5), (160, 48), (160, 3), (96, 80), (96, 5)
             ]  # fmt: skip
-            assert all(tensor.dtype == np.uint8 for tensor in expert)
+            assert all(tensor.dtype == np.uint8 for tensor in w.weights)
 
 
 def test_hits_misses_and_bytes(source: Source) -> None:

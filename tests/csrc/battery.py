@@ -80,7 +80,7 @@ def expert_case(count):
     def case():
         gate, up, y = blank(count, 288), blank(count, 288), blank(count, 160)
         work = blank(native.expert_scratch_floats(160, 288, count))
-        native.expert(weights, x, gate, up, y, 4.0, 25.0, work)
+        native.expert(native.Expert(weights), x, gate, up, y, 4.0, 25.0, work)
         return [gate, up, y]
 
     return case

@@ -31,7 +31,7 @@ def test_is_its_parts(latent, inter, count):
 
     def whole(gate, up, y):
         work = Output((native.expert_scratch_floats(latent, inter, count),))
-        native.expert(weights, x, gate, up, y, BETA, LINEAR_BETA, work.view)
+        native.expert(native.Expert(weights), x, gate, up, y, BETA, LINEAR_BETA, work.view)
         work.check(written=False, latent=latent, inter=inter, count=count)
 
     def parts(gate, up, y):
@@ -54,7 +54,7 @@ def test_wrong_arrays_are_refused():
     work = np.zeros(native.expert_scratch_floats(64, 96, 2), np.float32)
 
     def call(weights=weights, x=x, gate=gate, up=up, y=y, work=work):
-        native.expert(weights, x, gate, up, y, BETA, LINEAR_BETA, work)
+        native.expert(native.Expert(weights), x, gate, up, y, BETA, LINEAR_BETA, work)
 
     call()
     for bad in (
