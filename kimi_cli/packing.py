@@ -28,7 +28,7 @@ from kimi_cli.native import U8, Format
 from kimi_cli.source import FORMATS, Source
 from kimi_cli.tables import row_sums
 from kimi_cli.tensors import Tensor
-from kimi_cli.threads import starting
+from kimi_cli.threads import require, starting
 from kimi_cli.trunkfile import Block, RowBlock, StoredMatrix, Unit, stamp
 
 WORKERS = 4
@@ -318,6 +318,7 @@ class Packer:
 
 def _pool(workers: int) -> ThreadPoolExecutor:
     """A pool whose threads are there, so that no job fails of one later. Raises KimiError."""
+    require(workers)  # a pool waits for ever for a thread that has no memory to begin with
     pool, ready = ThreadPoolExecutor(workers, "kimi-pack"), threading.Event()
     try:
         with starting():

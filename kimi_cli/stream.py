@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kimi_cli.errors import KimiError, ReadError
-from kimi_cli.threads import starting
+from kimi_cli.threads import Worker
 from kimi_cli.timing import READ, WAIT, Spans, no_span
 from kimi_cli.units import format_size
 
@@ -203,15 +203,10 @@ class Reader:
         self._queues: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())
         self._wake = threading.Condition()
         self._closed = False
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Worker] = []
         try:
-            with starting():
-                for i in range(threads):
-                    thread = threading.Thread(
-                        target=self._serve, name=f"kimi-read-{i}", daemon=True
-                    )
-                    thread.start()
-                    self._threads.append(thread)
+            for i in range(threads):
+                self._threads.append(Worker(self._serve, f"kimi-read-{i}"))
         except KimiError:
             self.close()
             raise

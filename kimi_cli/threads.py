@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
+import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kimi_cli.errors import KimiError
@@ -21,17 +24,54 @@ def starting() -> Iterator[None]:
         ) from None
 
 
+class Worker:
+    """A daemon thread that runs `target`, once it is made. Raises KimiError where it cannot be.
+
+    threading.Thread waits for ever for a thread that got its stack but no memory for its first
+    frame; this one looks whether the thread is still there.
+    """
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        begun, self._over = threading.Event(), threading.Event()
+
+        def run() -> None:
+            threading.current_thread().name = name
+            begun.set()
+            try:
+                target()
+            finally:
+                self._over.set()
+
+        hook = sys.unraisablehook
+        sys.unraisablehook = id  # nothing, by a built-in: there is no memory for a frame
+        try:
+            before = _tasks()
+            with starting():
+                _thread.start_new_thread(run, ())
+                while not begun.wait(0.1):
+                    if not _tasks() - before:
+                        raise RuntimeError
+        finally:
+            sys.unraisablehook = hook
+
+    def join(self) -> None:
+        """Waits for its end."""
+        self._over.wait()
+
+
+def _tasks() -> set[str]:
+    """This process's threads, as the system numbers them."""
+    return set(os.listdir("/proc/self/task"))
+
+
 def require(count: int) -> None:
     """Raises KimiError unless `count` more threads can be had, for a library to start."""
     enough = threading.Event()
-    asked = [threading.Thread(target=enough.wait, daemon=True) for _ in range(count)]
-    begun: list[threading.Thread] = []
+    begun: list[Worker] = []
     try:
-        with starting():
-            for thread in asked:
-                thread.start()
-                begun.append(thread)
+        for _ in range(count):
+            begun.append(Worker(enough.wait, "kimi-asked"))
     finally:
         enough.set()
-        for thread in begun:
-            thread.join()
+        for worker in begun:
+            worker.join()

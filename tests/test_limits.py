@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import KIMI, environment, kimi
+from command import KIMI, environment, kimi, sentence
 from running import make_model, run, tighten
 from shim import faulty, spread
 from streamed import Streamed
@@ -38,6 +38,8 @@ REFUSED = re.compile(
 
 ARENA = 1 << 20
 """What Python takes for its own small objects at a time."""
+FRAME = 16 << 10
+"""What Python takes for the frames of a thread at first."""
 
 
 @pytest.mark.fault("memory: refused at any planned allocation", "said, exit code 1")
@@ -59,6 +61,18 @@ def test_memory_refused(
         assert done.returncode == 1 and REFUSED.fullmatch(done.stderr.decode()), done.stderr
         assert good.stdout.startswith(done.stdout.rstrip(b"\n"))
     record_property("tried", len(chosen))
+
+
+@pytest.mark.fault("memory: refused to a thread's first frame of Python", "said, exit code 1")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="frames lie with other objects")
+def test_no_memory_to_begin_with(tmp_path: Path, record_property: Record) -> None:
+    _, made = faulty(tmp_path / "fired", "mmap trunk.json 1+ none", *WORDS)
+    frames = [number for number, (_, size) in enumerate(made, 1) if int(size) == FRAME]
+    assert len(frames) >= 4  # threading.Thread would wait for each of these for ever
+    for number in frames:
+        done, _ = faulty(tmp_path / "fired", f"mmap trunk.json {number} ENOMEM", *WORDS, check=1)
+        assert "refused a thread that was planned" in sentence(done)
+    record_property("tried", len(frames))
 
 
 @pytest.mark.fault("threads: refused at any of those planned", "said, exit code 1")

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kimi_cli import gauge, native
@@ -22,7 +23,7 @@ from kimi_cli.engine import READERS
 from kimi_cli.layout import BLOCK
 from kimi_cli.plan import FLOOR_SLOTS, RING
 from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_up
-from kimi_cli.threads import starting
+from kimi_cli.threads import Worker
 
 MOST = 8
 """Threads that read at once to find the limit."""
@@ -171,13 +172,10 @@ class Disk:
             except BaseException as error:  # carried to the thread that waits
                 failures.append(error)
 
-        threads = [threading.Thread(target=serve, args=(b,), daemon=True) for b in self._most]
         started = time.perf_counter()
-        with starting():
-            for thread in threads:
-                thread.start()
-        for thread in threads:
-            thread.join()
+        workers = [Worker(partial(serve, b), "kimi-read") for b in self._most]
+        for worker in workers:
+            worker.join()
         if failures:
             raise failures[0]
         return done / (time.perf_counter() - started)
