@@ -106,14 +106,21 @@ typedef struct {
     const uint8_t *scales;
 } kimi_mxfp4;
 
-/* y = W2 situ(W1 x, W3 x) for `count` columns; W1, W3 [inter][latent], W2 [latent][inter], both
- * multiples of 32. gate and up are [count][inter]: W1 x, overwritten, and W3 x.
- * `scratch` holds kimi_expert_scratch(latent, inter, count) floats. */
-int64_t kimi_expert_scratch(int64_t latent, int64_t inter, int64_t count);
-int kimi_expert(const kimi_mxfp4 *w1, const kimi_mxfp4 *w3, const kimi_mxfp4 *w2, int64_t latent,
-                int64_t inter, float beta, float linear_beta, const float *x, int64_t x_stride,
-                int64_t count, float *gate, float *up, float *y, int64_t y_stride,
-                float *scratch);
+/* A routed expert: w1, w3 [inter][latent], w2 [latent][inter], both multiples of 32. */
+typedef struct {
+    kimi_mxfp4 w1, w2, w3;
+} kimi_expert;
+
+/* out[p] = W2 situ(W1 x[p / k], W3 x[p / k]) for `n` experts: expert i is wanted at the places
+ * p = places[starts[i]] .. places[starts[i + 1] - 1]; x [count][latent], out [count * k][latent].
+ * No expert is wanted at more than `most` places. gate and up, [most][inter], and y,
+ * [most][latent], are overwritten; `scratch` holds kimi_experts_scratch(latent, inter, most)
+ * floats. */
+int64_t kimi_experts_scratch(int64_t latent, int64_t inter, int64_t most);
+int kimi_experts(const kimi_expert *const *experts, int64_t n, const int32_t *starts,
+                 const int32_t *places, int64_t latent, int64_t inter, float beta,
+                 float linear_beta, const float *x, int64_t count, int64_t k, int64_t most,
+                 float *gate, float *up, float *y, float *out, float *scratch);
 
 /* Index of the first scale byte of 255 (NaN), or -1. */
 int64_t kimi_scale_nan(const uint8_t *scales, int64_t n);

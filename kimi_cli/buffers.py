@@ -91,7 +91,6 @@ def model_buffers(
                 "router": (t, config.num_experts),
                 "weights": (t, k),
                 "latent": (t, latent),
-                "chosen": (t, latent),
                 "w1": (t, inter),
                 "w3": (t, inter),
                 "expert": (t, latent),

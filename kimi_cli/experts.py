@@ -23,6 +23,9 @@ from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_u
 from kimi_cli.tensors import EXPERT_PARTS, expert_bytes, expert_prefix, expert_shapes
 from kimi_cli.timing import CHECK
 
+TOGETHER = 8
+"""Experts handed over at a time at most: their slots are free for others only afterwards."""
+
 
 class Experts:
     """Expert slots under one plan; belongs to one thread. `close` it: it holds files.
@@ -93,20 +96,22 @@ class Experts:
                 self._cache.drop((self._layer, expert))
         self._held, self._wanted, self._flying = [], [], []
 
-    def arrivals(self) -> Iterator[tuple[int, Expert]]:
-        """Every requested expert once, in any order; an expert is gone with the next."""
+    def arrivals(self) -> Iterator[list[tuple[int, Expert]]]:
+        """Every requested expert once, in any order; some at a time, gone with the next."""
         while self._held:
-            expert, slot = self._held[-1]
-            yield expert, self._content(slot)
-            self._held.pop()
+            some = self._held[-TOGETHER:]
+            yield [(expert, self._content(slot)) for expert, slot in some]
+            del self._held[-TOGETHER:]
             self._fill()
         while self._flying:
-            entry = next((e for e in self._flying if self._tickets[e[1]].ready), self._flying[0])
-            expert, slot = entry
-            self._tickets[slot].wait()  # where this fails, `rewind` frees the slot
-            del self._tickets[slot]
-            yield expert, self._content(slot)
-            self._flying.remove(entry)
+            ready = [entry for entry in self._flying if self._tickets[entry[1]].ready]
+            some = ready[:TOGETHER] or self._flying[:1]
+            for _, slot in some:
+                self._tickets[slot].wait()  # where this fails, `rewind` frees the slot
+            for _, slot in some:
+                del self._tickets[slot]
+            yield [(expert, self._content(slot)) for expert, slot in some]
+            self._flying = [entry for entry in self._flying if entry not in some]
             self._fill()
 
     def _fill(self) -> None:

@@ -270,25 +270,23 @@ class Model:
 
     def _routed(self, ids: NDArray[np.int32], latent: F32, buffers: dict[str, F32]) -> None:
         """Fills buffers["experts"] [T, k, latent], each expert for all its tokens as it arrives."""
-        outputs = buffers["experts"].reshape(-1, latent.shape[1])
         beta, linear_beta = self._config.situ_beta, self._config.situ_linear_beta
         places: dict[int, list[int]] = {}
         for place, expert in enumerate(ids.ravel().tolist()):
             places.setdefault(expert, []).append(place)
-        for expert, w in self._experts.arrivals():
-            mine = places[expert]
-            few, first, k = len(mine), mine[0], ids.shape[1]
-            gate, up = buffers["w1"][:few], buffers["w3"][:few]
-            if few == 1:
-                z, y = latent[first // k :][:1], outputs[first : first + 1]
-            else:
-                z, y = buffers["chosen"][:few], buffers["expert"][:few]
-                tokens = [place // k for place in mine]
-                np.take(latent, tokens, axis=0, out=z, mode="clip")  # without a copy
-            with self._span(KERNEL, f"expert {expert}"):
-                native.expert(w, z, gate, up, y, beta, linear_beta, self._scratch)
-            if few > 1:
-                outputs[mine] = y
+        for arrived in self._experts.arrivals():
+            with self._span(KERNEL, f"expert {', '.join(str(expert) for expert, _ in arrived)}"):
+                native.experts(
+                    [(w, places[expert]) for expert, w in arrived],
+                    latent,
+                    buffers["w1"],
+                    buffers["w3"],
+                    buffers["expert"],
+                    buffers["experts"],
+                    beta,
+                    linear_beta,
+                    self._scratch,
+                )
 
     def _head(self, blocks: list[F32], prefix: F32, count: int) -> F32:
         """Logits [count, vocab] of the last `count` tokens."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -225,68 +226,68 @@ class Expert:
     W3 [inter, latent], W2 [latent, inter].
     """
 
-    __slots__ = ("inter", "latent", "w1", "w2", "w3", "weights")
+    __slots__ = ("inter", "latent", "struct", "weights")
 
     def __init__(self, weights: Sequence[U8]) -> None:
-        w1, s1, w2, s2, w3, s3 = weights
-        self.inter, self.latent = w1.shape[0], w1.shape[1] * 2
-        self.w1 = _mxfp4(w1, s1, self.inter, self.latent)
-        self.w2 = _mxfp4(w2, s2, self.latent, self.inter)
-        self.w3 = _mxfp4(w3, s3, self.inter, self.latent)
+        inter, latent = self.inter, self.latent = weights[0].shape[0], weights[0].shape[1] * 2
+        self.struct = ffi.new("kimi_expert *")
         self.weights = weights
+        for name, at in (("w1", 0), ("w2", 2), ("w3", 4)):
+            packed, scales = weights[at : at + 2]
+            rows, cols = (latent, inter) if name == "w2" else (inter, latent)
+            if packed.shape != (rows, cols // 2) or scales.shape != (rows, cols // 32) or cols % 32:
+                raise ValueError(f"{packed.shape} and {scales.shape} are no {rows} x {cols}")
+            matrix = getattr(self.struct, name)
+            matrix.packed = ffi.cast("uint8_t *", _raw(packed, np.uint8))
+            matrix.scales = ffi.cast("uint8_t *", _raw(scales, np.uint8))
 
 
-def _mxfp4(packed: U8, scales: U8, rows: int, cols: int) -> Any:
-    if packed.shape != (rows, cols // 2) or scales.shape != (rows, cols // 32) or cols % 32:
-        raise ValueError(f"{packed.shape} and {scales.shape} are no MXFP4 of {rows} x {cols}")
-    struct = ffi.new("kimi_mxfp4 *")
-    struct.packed = ffi.cast("uint8_t *", _raw(packed, np.uint8))
-    struct.scales = ffi.cast("uint8_t *", _raw(scales, np.uint8))
-    return struct
+def experts_scratch_floats(latent: int, inter: int, most: int) -> int:
+    """Floats of scratch that `experts` needs if no expert has more than `most` places."""
+    return int(lib.kimi_experts_scratch(latent, inter, most))
 
 
-def expert_scratch_floats(latent: int, inter: int, count: int) -> int:
-    """Floats of scratch that `expert` needs for `count` tokens."""
-    return int(lib.kimi_expert_scratch(latent, inter, count))
-
-
-def expert(
-    w: Expert,
+def experts(
+    wanted: Sequence[tuple[Expert, Sequence[int]]],
     x: F32,
     gate: F32,
     up: F32,
     y: F32,
+    out: F32,
     beta: float,
     linear_beta: float,
     scratch: F32,
 ) -> None:
-    """y [count, latent] = W2 situ(W1 x, W3 x) of a routed expert, x [count, latent].
+    """out[p // k, p % k] = W2 situ(W1 x[p // k], W3 x[p // k]) for each expert and its places p.
 
-    `gate` and `up`, [count, inter], are left with values on the way.
+    x [count, latent], out [count, k, latent]. `gate` and `up`, [most, inter], and `y`,
+    [most, latent], are overwritten; `most`: as many places as one expert may have.
     """
-    count, inter, latent = len(x), w.inter, w.latent
-    x_ptr, x_stride = _rows(x, latent)
-    y_ptr, y_stride = _rows(y, latent)
-    if len(y) != count:
-        raise ValueError("x and y differ in count")
-    status = lib.kimi_expert(
-        w.w1,
-        w.w3,
-        w.w2,
+    inter, latent = wanted[0][0].inter, wanted[0][0].latent
+    (count, k, _), most = out.shape, len(gate)
+    if any((w.inter, w.latent) != (inter, latent) for w, _ in wanted):
+        raise ValueError("experts of different sizes")
+    places = [place for _, places in wanted for place in places]
+    status = lib.kimi_experts(
+        [w.struct for w, _ in wanted],
+        len(wanted),
+        [0, *accumulate(len(places) for _, places in wanted)],
+        places,
         latent,
         inter,
         beta,
         linear_beta,
-        x_ptr,
-        x_stride,
+        _flat(x, count, latent),
         count,
-        _flat(gate, count, inter),
-        _flat(up, count, inter),
-        y_ptr,
-        y_stride,
-        _scratch(scratch, expert_scratch_floats(latent, inter, count)),
+        k,
+        most,
+        _flat(gate, most, inter),
+        _flat(up, most, inter),
+        _flat(y, most, latent),
+        _flat(out, count, k, latent),
+        _scratch(scratch, experts_scratch_floats(latent, inter, most)),
     )
-    _done(status, "kimi_expert")
+    _done(status, "kimi_experts")
 
 
 def scale_nan(scales: U8) -> int:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def stored(source: Source) -> dict[tuple[int, int], list[bytes]]:
 def fetch(experts: Experts, layer: int, wanted: list[int]) -> dict[int, list[bytes]]:
     experts.request(layer, wanted, range(len(wanted)))
     found: dict[int, list[bytes]] = {}
-    for expert, w in experts.arrivals():
+    for expert, w in chain.from_iterable(experts.arrivals()):
         assert expert not in found
         found[expert] = [tensor.tobytes() for tensor in w.weights]
     return found
@@ -116,7 +117,7 @@ def test_every_expert_arrives_once_with_its_bytes(source: Source, slots: int) ->
 def test_shapes_are_the_formats(source: Source) -> None:
     with opened(source, 1) as experts:
         experts.request(1, [0], [0])
-        for _, w in experts.arrivals():
+        for _, w in chain.from_iterable(experts.arrivals()):
             assert [tensor.shape for tensor in w.weights] == [
                 (96, 80), (96, 5), (160, 48), (160, 3), (96, 80), (96, 5)
             ]  # fmt: skip

@@ -79,9 +79,10 @@ def expert_case(count):
 
     def case():
         gate, up, y = blank(count, 288), blank(count, 288), blank(count, 160)
-        work = blank(native.expert_scratch_floats(160, 288, count))
-        native.expert(native.Expert(weights), x, gate, up, y, 4.0, 25.0, work)
-        return [gate, up, y]
+        out, work = blank(count, 1, 160), blank(native.experts_scratch_floats(160, 288, count))
+        wanted = [(native.Expert(weights), range(count))]
+        native.experts(wanted, x, gate, up, y, out, 4.0, 25.0, work)
+        return [out]
 
     return case
 
