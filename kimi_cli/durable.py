@@ -43,8 +43,10 @@ def scratch(path: Path) -> Path:
 
 
 def write_whole(path: Path, data: Any, temporary: Path | None = None) -> None:
-    """Replaces the file at `path` by `data`, or leaves it as it was. Raises OSError."""
+    """Replaces the file at `path` by `data`, or leaves it as it was. Raises OSError, after which an
+    old file may be replaced all the same, but not for sure after a power cut."""
     temporary = temporary or path.with_name(path.name + TEMPORARY)
+    new = not os.path.lexists(path)
     try:
         fd = create(temporary)
         try:
@@ -52,7 +54,13 @@ def write_whole(path: Path, data: Any, temporary: Path | None = None) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-        rename(temporary, path)
+        os.rename(temporary, path)
+        try:
+            sync_directory(path.parent)
+        except OSError:
+            if new:
+                path.unlink()
+            raise
     except BaseException:
         with suppress(OSError):
             temporary.unlink()

@@ -119,7 +119,10 @@ class Session:
         if raw[: len(known)] != known:  # FILE.ids is lost, or lost its end
             self._put(0, known)
         if end != os.fstat(self._fd).st_size:
-            os.ftruncate(self._fd, end)
+            try:
+                os.ftruncate(self._fd, end)
+            except OSError as error:
+                raise self._refused(error) from None
         return history, count, end
 
     def check_model(self, model: str, vocab_size: int) -> None:
@@ -141,7 +144,10 @@ class Session:
         if self.history is None:
             self.history = History(head, [])
             self._append(session_record(head))
-            sync_directory(self._ids.parent)
+            try:
+                sync_directory(self._ids.parent)
+            except OSError as error:
+                raise self._refused(error) from None
         if step.new:
             self._append(turn_record(self._records, step.turn))
             self.history.turns.append(step.turn)
@@ -207,9 +213,12 @@ class Session:
             write_at(self._fd, offset, data)
             os.fdatasync(self._fd)
         except OSError as error:
-            raise KimiError(
-                f"{self._ids} cannot be written: {error.strerror or error}; what it has is kept"
-            ) from None
+            raise self._refused(error) from None
+
+    def _refused(self, error: OSError) -> KimiError:
+        return KimiError(
+            f"{self._ids} cannot be written: {error.strerror or error}; what it has is kept"
+        )
 
 
 def join(path: Path, snapshot: Snapshot | None, raw: bytes) -> tuple[History | None, int, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +38,19 @@ class Run(NamedTuple):
         return self.routed == other.routed and np.array_equal(
             self.logits.view(np.uint32), other.logits.view(np.uint32)
         )
+
+
+def tasks() -> set[str]:
+    """This process's threads, as the system numbers them."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def all_ended(before: set[str]) -> bool:
+    """Whether no threads are left but those from `before`; the system is a moment behind."""
+    end = time.monotonic() + 10
+    while tasks() - before and time.monotonic() < end:
+        time.sleep(0.01)
+    return not tasks() - before
 
 
 def make_model(

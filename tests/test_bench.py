@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command import KIMI, environment, kimi, sentence
+from running import all_ended, tasks
 
 from kimi_cli import gauge, native
 from kimi_cli.answer import Settings
@@ -209,7 +209,7 @@ def test_files_of_any_size_are_read(tmp_path: Path, sizes: list[int]) -> None:
 
 
 def test_a_failed_read_is_told_and_leaves_no_thread(tmp_path: Path) -> None:
-    path = tmp_path / "a"
+    path, before = tmp_path / "a", tasks()
     path.write_bytes(bytes(MIB))
     disk = Disk(Files([path], [path], MIB))
     os.truncate(path, 5000)
@@ -217,7 +217,7 @@ def test_a_failed_read_is_told_and_leaves_no_thread(tmp_path: Path) -> None:
         with pytest.raises(KimiError, match="cut short"):
             read(0.05)
     disk.close()
-    assert threading.active_count() == 1
+    assert all_ended(before)
 
 
 # --- the slice -----------------------------------------------------------------------------------

@@ -318,20 +318,19 @@ def test_engine_that_cannot_be_made_leaves_nothing_behind(
     small: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os
-    import threading
     from dataclasses import replace
 
-    from running import plan_of
+    from running import all_ended, plan_of, tasks
 
     gone = [tmp_path / "gone" for _ in small.trunk.shards]
     broken = Source(small.config, replace(small.trunk, shards=tuple(gone)))
-    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    files, before = len(os.listdir("/proc/self/fd")), tasks()
     with pytest.raises(ReadError, match="gone: cannot be opened"):
         Engine(broken, plan_of(small))
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (files, threads)
+    assert len(os.listdir("/proc/self/fd")) == files and all_ended(before)
     with Engine(small, plan_of(small)):
-        assert threading.active_count() > threads
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (files, threads)
+        assert tasks() > before
+    assert len(os.listdir("/proc/self/fd")) == files and all_ended(before)
 
 
 def test_expert_that_never_arrives_is_no_zero(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from running import all_ended, tasks
 
 from kimi_cli import stream
 from kimi_cli.errors import KimiError, ReadError
@@ -414,6 +415,7 @@ def test_error_reaches_whoever_waits_and_the_reader_goes_on() -> None:
 
 
 def test_close_finishes_what_has_begun_and_drops_the_rest() -> None:
+    before = tasks()
     reader = Reader(1)
     begun, finish, ran = threading.Event(), threading.Event(), list[int]()
 
@@ -429,5 +431,5 @@ def test_close_finishes_what_has_begun_and_drops_the_rest() -> None:
     reader.close()
     assert first.ready and first.wait() == 3
     assert not ran and not any(ticket.ready for ticket in rest)
-    assert not any(t.name.startswith("kimi-read") for t in threading.enumerate())
+    assert all_ended(before)
     reader.close()
