@@ -84,16 +84,11 @@ def _done(status: int, name: str) -> None:
         raise KimiError(f"internal error: {name} refused its arguments ({status})")
 
 
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 def _raw(array: NDArray[Any], dtype: Any) -> int:
     """Address of a contiguous array of exactly this dtype."""
     if array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"want contiguous {np.dtype(dtype)}, got {array.dtype}")
-    return _address(array)
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))
 
 
 def _flat(array: F32, *shape: int) -> Any:
@@ -114,11 +109,12 @@ def _rows(array: F32, cols: int) -> tuple[Any, int]:
     """Pointer to and row stride of a float32 array [count, cols] whose rows are contiguous."""
     if array.dtype != _FLOAT or array.ndim != 2 or array.shape[1] != cols:
         raise ValueError(f"want float32 [n, {cols}], got {array.dtype} {array.shape}")
-    if array.flags.c_contiguous:  # a buffer is four times faster than the address
+    if array.flags.c_contiguous:
         return ffi.from_buffer(_FLOATS, array), cols
     if array.strides[1] != 4 or array.strides[0] % 4:
         raise ValueError("want rows that are contiguous")
-    return ffi.cast("float *", _address(array)), array.strides[0] // 4
+    address = array.__array_interface__["data"][0]  # slow, and it churns Python's interned strings
+    return ffi.cast("float *", address), array.strides[0] // 4
 
 
 class Matrix:
@@ -146,7 +142,7 @@ class Matrix:
         self.format, self.rows, self.cols = fmt, rows, cols
         struct = ffi.new("kimi_matrix *")
         struct.format, struct.rows, struct.cols = int(fmt), rows, cols
-        struct.data = ffi.cast("void *", _address(data))
+        struct.data = ffi.cast("void *", _raw(data, np.uint8))
         if fmt == Format.PACKED:
             if table is None or starts is None or escapes is None:
                 raise ValueError("packed weights need a table, starts and escapes")
@@ -357,7 +353,10 @@ def unpack_rows(w: Matrix, out: NDArray[np.uint16]) -> None:
     """Exact bf16 weights [rows, cols] of a packed matrix."""
     if out.shape != (w.rows, w.cols) or out.dtype != np.uint16 or not out.flags.c_contiguous:
         raise ValueError(f"want contiguous uint16 [{w.rows}, {w.cols}]")
-    _done(lib.kimi_unpack_rows(w.struct, ffi.cast("uint16_t *", _address(out))), "kimi_unpack_rows")
+    _done(
+        lib.kimi_unpack_rows(w.struct, ffi.cast("uint16_t *", _raw(out, np.uint16))),
+        "kimi_unpack_rows",
+    )
 
 
 def widen(fmt: Format, source: U8, out: F32) -> None:
@@ -578,7 +577,7 @@ def route(logits: F32, bias: F32, factor: float, ids: NDArray[np.int32], weights
         experts,
         k,
         factor,
-        ffi.cast("int32_t *", _address(ids)),
+        ffi.cast("int32_t *", _raw(ids, np.int32)),
         _flat(weights, count, k),
     )
     _done(status, "kimi_route")
