@@ -24,7 +24,7 @@ from kimi_cli.tensors import EXPERT_PARTS, expert_bytes, expert_prefix, expert_s
 from kimi_cli.timing import CHECK
 
 TOGETHER = 8
-"""Experts handed over at a time at most: their slots are free for others only afterwards."""
+"""Experts handed over at a time at most."""
 
 
 class Experts:
@@ -99,13 +99,13 @@ class Experts:
     def arrivals(self) -> Iterator[list[tuple[int, Expert]]]:
         """Every requested expert once, in any order; some at a time, gone with the next."""
         while self._held:
-            some = self._held[-TOGETHER:]
+            some = self._held[: self._together()]
             yield [(expert, self._content(slot)) for expert, slot in some]
-            del self._held[-TOGETHER:]
+            del self._held[: len(some)]
             self._fill()
         while self._flying:
             ready = [entry for entry in self._flying if self._tickets[entry[1]].ready]
-            some = ready[:TOGETHER] or self._flying[:1]
+            some = ready[: self._together()] or self._flying[:1]
             for _, slot in some:
                 self._tickets[slot].wait()  # where this fails, `rewind` frees the slot
             for _, slot in some:
@@ -113,6 +113,10 @@ class Experts:
             yield [(expert, self._content(slot)) for expert, slot in some]
             self._flying = [entry for entry in self._flying if entry not in some]
             self._fill()
+
+    def _together(self) -> int:
+        """How many experts to hand over at once: one where others wait for its slot."""
+        return 1 if self._wanted else TOGETHER
 
     def _fill(self) -> None:
         """Starts reading what is wanted while there are slots that nobody waits for."""

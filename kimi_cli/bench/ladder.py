@@ -153,7 +153,7 @@ class Ladder:
                 seconds = split(spans, begin, time.monotonic_ns())
                 trunk = engine.weights.bytes_read - before[0]
                 experts = engine.experts.bytes_read - before[1]
-                limits = self._probe(limits, bool(trunk or experts))
+                limits = self._probe(limits, bool(trunk or experts), seconds.total)
                 late = time.monotonic() - started > self._effort.patience
                 if count == 0 and not late:
                     continue  # it met cold caches
@@ -171,9 +171,11 @@ class Ladder:
         ids: list[int] = chosen.tolist()
         return ids
 
-    def _probe(self, limits: Limits, disk: bool) -> Limits:
-        """Every limit once more."""
-        short, long = self._effort.seconds / 2, self._effort.disk_seconds
+    def _probe(self, limits: Limits, disk: bool, token: float) -> Limits:
+        """Every limit once more, for about as long as the token that took `token` seconds met it:
+        the best of short moments is more than any token can have."""
+        short = max(self._effort.seconds, token) / 2
+        long = max(self._effort.disk_seconds, token / 2)
         part = self._operands.experts[0][0]
         weight = self._operands.expert_bytes / (2 * part.size)
         found = {
