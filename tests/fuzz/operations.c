@@ -179,6 +179,39 @@ static void mxfp4(void) {
                                   scratch))
 }
 
+/* Rows of an expert whose scales are never NaN. */
+static kimi_mxfp4 scaled(int64_t rows, int64_t cols) {
+    uint8_t *packed = filled(rows * cols / 2, 1), *scales = filled(rows * cols / 32, 1);
+    for (int64_t i = 0; i < rows * cols / 32; i++)
+        if (scales[i] == 255) scales[i] = 254;
+    return (kimi_mxfp4){packed, scales};
+}
+
+static void experts(void) {
+    enum { MOST_EXPERTS = 3 };
+    int64_t latent = 32 * between(1, 5), inter = 32 * between(1, 9), n = between(1, MOST_EXPERTS);
+    int64_t count = between(1, 4), k = between(1, 3), most = between(1, 6);
+    kimi_expert held[MOST_EXPERTS];
+    const kimi_expert *chosen[MOST_EXPERTS];
+    int32_t *starts = room((n + 1) * 4, 4);
+    starts[0] = byte() == 0;
+    for (int64_t i = 0; i < n; i++) {
+        held[i] = (kimi_expert){scaled(inter, latent), scaled(latent, inter),
+                                scaled(inter, latent)};
+        chosen[i] = held + i;
+        starts[i + 1] = starts[i] + (int32_t)(byte() % 16 ? between(1, most) : between(0, 8));
+    }
+    int32_t *places = room(starts[n] * 4, 4);
+    for (int32_t i = 0; i < starts[n]; i++)
+        places[i] = (int32_t)between(0, count * k - (byte() != 0));
+    float *x = floats(count * latent), *gate = floats(most * inter), *up = floats(most * inter);
+    float *y = floats(most * latent);
+    float *scratch = room(kimi_experts_scratch(latent, inter, most) * 4, 4);
+    EVERYWHERE(float, count * k * latent,
+               kimi_experts(chosen, n, starts, places, latent, inter, 4.0f, 25.0f, x, count, k,
+                            most, gate, up, y, out, scratch))
+}
+
 static void latent(void) {
     int format;
     int64_t rank = columns(&format, 130), heads = between(1, 6), nope = between(1, 20);
@@ -337,7 +370,8 @@ static const struct {
     const char *name;
     operation run;
 } OPERATIONS[] = {
-    OPERATION(product), OPERATION(mxfp4),    OPERATION(latent), OPERATION(attend),
+    OPERATION(product),  OPERATION(mxfp4),   OPERATION(experts), OPERATION(latent),
+    OPERATION(attend),
     OPERATION(checksum), OPERATION(pack),    OPERATION(widen),  OPERATION(sample),
     OPERATION(logprobs), OPERATION(route),   OPERATION(elementwise), OPERATION(norms),
     OPERATION(delta),    OPERATION(conv),
@@ -348,7 +382,7 @@ enum { ALL = sizeof OPERATIONS / sizeof *OPERATIONS };
 static const struct {
     const char *name;
     unsigned begin, end;
-} GROUPS[] = {{"products", 0, 4}, {"others", 4, ALL}, {"", 0, ALL}};
+} GROUPS[] = {{"products", 0, 5}, {"others", 5, ALL}, {"", 0, ALL}};
 static unsigned group;
 
 int LLVMFuzzerInitialize(int *argc, char ***argv);
