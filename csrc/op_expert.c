@@ -3,7 +3,8 @@
 
 #include "parallel.h"
 
-/* Rows of W1 and W3 that a thread takes at least: the columns that prepare_mxfp4 wants together. */
+/* Rows of W1 and W3 that a thread takes at least: the columns that prepare_mxfp4 wants together. It
+ * leaves no more than 24 threads work on 3072 rows. */
 enum { EXPERT_ROWS = 128 };
 
 int64_t kimi_experts_scratch(int64_t latent, int64_t inter, int64_t most) {

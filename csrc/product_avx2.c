@@ -2,8 +2,8 @@
  *
  * bf16 weights are widened by shift and mask, which parts even columns from odd ones; so x is
  * prepared as [even 8 | odd 8] per 16 columns and the lanes live in that order ("split"). float32
- * weights keep column order ("natural"). One column streams four rows far apart; many columns
- * multiply decoded panels.
+ * weights keep column order ("natural"). One column streams four or five rows far apart; many
+ * columns multiply decoded panels.
  */
 #if defined(__x86_64__)
 #define KIMI_VARIANT avx2

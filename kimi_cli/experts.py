@@ -1,12 +1,14 @@
 """Routed experts on demand: read from the checkpoint's shards into slots, kept while there is room.
 
 For each chunk and layer: `request` says which experts are wanted and starts reading; `arrivals`
-yields each as its bytes arrive. With fewer slots than experts the rest is read as slots come free.
+yields them as their bytes arrive. With fewer slots than experts the rest is read as slots come
+free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +79,9 @@ class Experts:
         self._held, self._wanted, self._flying = [], [], []
         for expert in experts:
             slot = self._cache.lookup((layer, expert))
+            if slot is not None and self._contents[slot] is None:  # its read failed or was left
+                self._cache.drop((layer, expert))
+                slot = None
             if slot is None:
                 self._wanted.append(expert)
             else:
@@ -85,15 +90,11 @@ class Experts:
         self._fill()
 
     def rewind(self) -> None:
-        """Ends what an abandoned pass has left in flight: a slot is held only if it was filled."""
-        for expert, slot in self._flying:
-            ticket = self._tickets.pop(slot, None)
-            if ticket is None:
-                continue
-            try:
+        """Ends what an abandoned pass has left in flight; what failed has no contents."""
+        for slot, ticket in list(self._tickets.items()):
+            with suppress(KimiError, OSError, MemoryError):
                 ticket.wait()
-            except (KimiError, OSError):
-                self._cache.drop((self._layer, expert))
+            del self._tickets[slot]
         self._held, self._wanted, self._flying = [], [], []
 
     def arrivals(self) -> Iterator[list[tuple[int, Expert]]]:
@@ -137,6 +138,7 @@ class Experts:
 
     def _submit(self, expert: int, slot: int) -> Ticket:
         layer, buffer = self._layer, self._slots[slot]
+        self._contents[slot] = None
         extent = self._table.extent(layer, expert)
         shards = self._table.shard[layer, expert]
         offsets = self._table.offset[layer, expert]

@@ -177,6 +177,10 @@ def expert_reads(config: Config, slots: int) -> int:
     return asked * expert_bytes(config) * (experts - held) // max(experts, 1)
 
 
+SLOT_OBJECTS = 2048
+"""Python bytes that the expert in a slot costs."""
+
+
 def slot_size(config: Config, contiguous: bool) -> int:
     """Bytes of one expert slot: its extent in aligned reads, or six of them."""
     pieces = 1 if contiguous else 6
@@ -253,7 +257,7 @@ def _assemble(
         "activations": plan.buffers.size,
         "layer_vectors": side,
         "ring": plan.ring,
-        "expert_slots": plan.slots * plan.slot_bytes,
+        "expert_slots": plan.slots * (plan.slot_bytes + SLOT_OBJECTS),
         "pinned_trunk": plan.pinned_bytes,
         "threads": request.threads * THREAD + request.readers * READER,
         "rounding": ROUNDING,
@@ -295,19 +299,20 @@ def grow(
     widened = sum(round_up(u.widened_floats * 4) for u in units)
     experts = routed_experts(config)
     side, ring, slots = _side(units), floor.ring, floor.slots
+    slot = floor.slot_bytes + SLOT_OBJECTS
     if total + widened <= spare + ring + side:
         pinned, held = frozenset(range(len(segments))), total + widened
         spare += ring + side - held
         ring = side = 0
-        slots = min(experts, slots + spare // floor.slot_bytes)
+        slots = min(experts, slots + spare // slot)
     else:
         more = min(max(spare // 16 - ring, 0) // ALIGN * ALIGN, MAX_RING - ring, total - ring)
         ring += max(more, 0)
         spare -= max(more, 0)
         more = min(experts, config.num_experts_per_token) - slots
-        more = max(min(more, spare // 16 // floor.slot_bytes), 0)
+        more = max(min(more, spare // 16 // slot), 0)
         slots += more
-        spare -= more * floor.slot_bytes
+        spare -= more * slot
         pinned, held = spread(segments, spare)
     streamed = sum(s.length for place, s in enumerate(segments) if place not in pinned)
     plan = replace(

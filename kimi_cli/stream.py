@@ -207,7 +207,7 @@ class Reader:
         try:
             for i in range(threads):
                 self._threads.append(Worker(self._serve, f"kimi-read-{i}"))
-        except KimiError:
+        except BaseException:
             self.close()
             raise
 

@@ -24,11 +24,20 @@ def starting() -> Iterator[None]:
         ) from None
 
 
+_working: set[int] = set()
+
+
+def working() -> frozenset[int]:
+    """The system's numbers of the Workers that run. Python's own registry of threads keeps theirs
+    when they have ended, and gives them to others."""
+    return frozenset(_working)
+
+
 class Worker:
     """A daemon thread that runs `target`, once it is made. Raises KimiError where it cannot be.
 
     threading.Thread waits for ever for a thread that got its stack but no memory for its first
-    frame; this one looks whether the thread is still there.
+    frame; this one looks whether the thread is still there. Made by one thread at a time.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -36,20 +45,23 @@ class Worker:
 
         def run() -> None:
             threading.current_thread().name = name
+            number = threading.get_native_id()
+            _working.add(number)
             begun.set()
             try:
                 target()
             finally:
+                _working.discard(number)
                 self._over.set()
 
         hook = sys.unraisablehook
         sys.unraisablehook = id  # nothing, by a built-in: there is no memory for a frame
         try:
-            before = _tasks()
             with starting():
+                before = _tasks()
                 _thread.start_new_thread(run, ())
                 while not begun.wait(0.1):
-                    if not _tasks() - before:
+                    if not _tasks() - before and not begun.is_set():
                         raise RuntimeError
         finally:
             sys.unraisablehook = hook
@@ -61,7 +73,10 @@ class Worker:
 
 def _tasks() -> set[str]:
     """This process's threads, as the system numbers them."""
-    return set(os.listdir("/proc/self/task"))
+    try:
+        return set(os.listdir("/proc/self/task"))
+    except OSError as error:
+        raise RuntimeError from error
 
 
 def require(count: int) -> None:

@@ -329,7 +329,7 @@ def test_engine_that_cannot_be_made_leaves_nothing_behind(
         Engine(broken, plan_of(small))
     assert len(os.listdir("/proc/self/fd")) == files and all_ended(before)
     with Engine(small, plan_of(small)):
-        assert tasks() > before
+        assert tasks() - before
     assert len(os.listdir("/proc/self/fd")) == files and all_ended(before)
 
 

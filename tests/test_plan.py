@@ -21,6 +21,7 @@ from kimi_cli.errors import BudgetError, Exit
 from kimi_cli.plan import (
     MAX_CHUNK,
     SLACK,
+    SLOT_OBJECTS,
     Request,
     expert_reads,
     longest_context,
@@ -84,7 +85,7 @@ def test_items_sum_to_the_total_within_the_budget(
     assert all(size >= 0 for size in found.items.values())
     assert found.items["pinned_trunk"] == found.pinned_bytes
     assert found.items["activations"] == found.buffers.size
-    assert found.items["expert_slots"] == found.slots * found.slot_bytes
+    assert found.items["expert_slots"] == found.slots * (found.slot_bytes + SLOT_OBJECTS)
     assert found.buffers.common["prefix"][0] == found.chunk <= max(chunk or 0, MAX_CHUNK)
     segments = walk(K3.units)
     streamed = sum(s.length for place, s in enumerate(segments) if place not in found.pinned)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
+from kimi_cli.threads import working
 from kimi_cli.units import MIB
 
 ROUNDS = 5
@@ -78,7 +79,7 @@ def pinned() -> Iterator[None]:
     """
     allowed = os.sched_getaffinity(0)
     mine = threading.get_native_id()
-    others = {thread.native_id for thread in threading.enumerate()}
+    others = {thread.native_id for thread in threading.enumerate()} | working()
     tasks = [mine, *(task for task in _tasks() if task not in others)]
     places = apart(allowed, _siblings)
     if len(tasks) > len(places):

@@ -153,10 +153,10 @@ class Ladder:
                 seconds = split(spans, begin, time.monotonic_ns())
                 trunk = engine.weights.bytes_read - before[0]
                 experts = engine.experts.bytes_read - before[1]
-                limits = self._probe(limits, bool(trunk or experts), seconds.total)
                 late = time.monotonic() - started > self._effort.patience
                 if count == 0 and not late:
                     continue  # it met cold caches
+                limits = self._probe(limits, bool(trunk or experts), seconds.total)
                 if best is None or seconds.total < best[0].total:
                     best = seconds, trunk, experts
                 if late:
