@@ -29,21 +29,51 @@ static int64_t dense(const shape *s, float *out) {
     return y == out ? s->count * s->rows : tight(y, y_stride, s->count, s->rows, out);
 }
 
-static int64_t mxfp4(const shape *s, float *out) {
+static kimi_mxfp4 random_mxfp4(int64_t rows, int64_t cols, enum kind kind) {
     static const uint8_t edge[] = {0, 1, 2, 64, 126, 127, 128, 200, 253, 254};
-    int64_t groups = s->cols / 32, x_stride = s->cols + 1;
-    uint8_t *packed = take(s->rows * groups * 16), *scales = take(s->rows * groups);
-    for (int64_t i = 0; i < s->rows * groups * 16; i++) packed[i] = (uint8_t)random_bits();
-    for (int64_t i = 0; i < s->rows * groups; i++)
-        scales[i] = s->weights == PLAIN  ? (uint8_t)(100 + random_below(40))
-                    : s->weights == TINY ? (uint8_t)random_below(12)
-                                         : edge[random_below(10)];
+    int64_t groups = rows * cols / 32;
+    uint8_t *packed = take(groups * 16), *scales = take(groups);
+    for (int64_t i = 0; i < groups * 16; i++) packed[i] = (uint8_t)random_bits();
+    for (int64_t i = 0; i < groups; i++)
+        scales[i] = kind == PLAIN  ? (uint8_t)(100 + random_below(40))
+                    : kind == TINY ? (uint8_t)random_below(12)
+                                   : edge[random_below(10)];
+    return (kimi_mxfp4){packed, scales};
+}
+
+static int64_t mxfp4(const shape *s, float *out) {
+    int64_t x_stride = s->cols + 1;
+    kimi_mxfp4 w = random_mxfp4(s->rows, s->cols, s->weights);
     float *x = random_floats(s->count * x_stride, s->x);
     float *scratch = take_floats(kimi_scratch(s->cols, s->count));
-    if (kimi_product_mxfp4(packed, scales, s->rows, s->cols, x, x_stride, s->count, out, s->rows,
-                           scratch))
+    if (kimi_product_mxfp4(w.packed, w.scales, s->rows, s->cols, x, x_stride, s->count, out,
+                           s->rows, scratch))
         return 0;
     return s->count * s->rows;
+}
+
+/* Two experts, two places a token, of which the first takes the first; cols = latent, and 32 times
+ * rows the width between. */
+static int64_t experts(const shape *s, float *out) {
+    enum { K = 2 };
+    int64_t latent = s->cols, inter = 32 * s->rows, count = s->count;
+    kimi_expert held[K];
+    const kimi_expert *chosen[K] = {held, held + 1};
+    int32_t starts[K + 1] = {0, (int32_t)count, (int32_t)(K * count)};
+    int32_t *places = take(K * count * (int64_t)sizeof *places);
+    for (int e = 0; e < K; e++) {
+        held[e] = (kimi_expert){random_mxfp4(inter, latent, s->weights),
+                                random_mxfp4(latent, inter, s->weights),
+                                random_mxfp4(inter, latent, s->weights)};
+        for (int64_t t = 0; t < count; t++) places[e * count + t] = (int32_t)(K * t + e);
+    }
+    float *x = random_floats(count * latent, s->x), *y = take_floats(count * latent);
+    float *gate = take_floats(count * inter), *up = take_floats(count * inter);
+    float *scratch = take_floats(kimi_experts_scratch(latent, inter, count));
+    if (kimi_experts(chosen, K, starts, places, latent, inter, 4.0f, 25.0f, x, count, K, count,
+                     gate, up, y, out, scratch))
+        return 0;
+    return count * K * latent;
 }
 
 /* rows = heads; each has 11 rows for keys and 6 for values; cols = rank. */
@@ -110,6 +140,7 @@ void product_suites(void) {
     products("f32", dense, KIMI_F32, any, 22, most);
     products("packed", dense, KIMI_PACKED, blocks, 6, most);
     products("mxfp4", mxfp4, KIMI_BF16, groups, 14, most);
+    products("experts", experts, KIMI_BF16, groups, 14, most / 16);
     products("absorb bf16", absorb, KIMI_BF16, ranks, 12, most / 16);
     products("absorb f32", absorb, KIMI_F32, ranks, 12, most / 16);
     products("absorb packed", absorb, KIMI_PACKED, blocks, 4, most / 16);
