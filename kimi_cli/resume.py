@@ -144,5 +144,7 @@ class Keeper:
     def boundary(self, last: bool) -> None:
         """Between two passes, or after the last: saves what is due, then raises what interrupted
         the run meanwhile."""
-        self._session.boundary(self._state, last or self._patience.held)
-        self._patience.check()
+        ends = last or self._patience.held  # one that comes from here on waits for the next
+        self._session.boundary(self._state, ends)
+        if ends:
+            self._patience.check()

@@ -28,11 +28,13 @@ SMALL = Target.open(TINY, None)
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements that only show that they work."""
+    """Measurements that only show that they work, in a process as small as the program's own:
+    tests before may have left this one with memory."""
     monkeypatch.setattr(gauge, "SECONDS", 0.05)
     monkeypatch.setattr(gauge, "PRODUCT_SECONDS", 0.02)
     monkeypatch.setattr(gauge, "SCRATCH", 64 * MIB)
     monkeypatch.setattr(gauge, "WEIGHTS", 8 * MIB)
+    monkeypatch.setattr(memory, "rss", lambda: 48 * MIB)
 
 
 def kimi(*arguments: str) -> subprocess.CompletedProcess[str]:

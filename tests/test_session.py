@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from kimi_cli.errors import Exit, KimiError, SessionError, UsageError
 from kimi_cli.model import Model
 from kimi_cli.native import crc32c, supported_isas
 from kimi_cli.patience import Patience
+from kimi_cli.resume import Keeper
 from kimi_cli.session import Session, due, worthwhile
 from kimi_cli.snapshot import check_state, load_state, read_snapshot
 from kimi_cli.state import State
@@ -785,6 +786,33 @@ def test_patience() -> None:
                 interrupt(number)
             assert not patience.held
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+class Signalled:
+    """A session to which a Ctrl-C comes while it is asked whether to save."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def decided(self, token: int, reason: str | None) -> None:
+        """Nothing is written down."""
+
+    def boundary(self, state: State, last: bool) -> None:
+        self.asked.append(last)
+        if len(self.asked) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interruption_at_the_end_of_a_token_waits_for_a_saving_one() -> None:
+    """What is raised has been saved: a signal after the question waits for the next token."""
+    kept = Signalled()
+    with Keeper(cast(Session, kept), State(CONFIG, 8)) as keeper:
+        keeper.decided(1, None)
+        keeper.decided(2, None)  # at once: a token is quick
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                keeper.boundary(False)
+    assert kept.asked == [False, True]
 
 
 # --- when to save --------------------------------------------------------------------------------
