@@ -170,7 +170,7 @@ def _shard_faults(path: Path, wanted: _Wanted | None) -> Iterator[str]:
         entries = read_header(path)
     except ShortFile as error:
         yield f"short {shortage(error)}"
-        entries = error.entries
+        entries = error.table.entries()
     except CheckpointError as error:
         yield str(error).removeprefix(str(path)).lstrip(": ")
         return

@@ -9,16 +9,18 @@ allocated for a claim before the claim is held against the file's size. It does 
 
 from __future__ import annotations
 
+import json
+import re
 import stat
-from functools import partial
-from itertools import chain
+from collections.abc import Sequence
+from itertools import compress
 from math import prod
-from operator import mul, sub
+from operator import add, itemgetter, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kimi_cli.errors import CheckpointError
-from kimi_cli.jsonfile import parse_json, shortlist, show
+from kimi_cli.jsonfile import controls, parse_json, shortlist, show
 
 MAX_HEADER = 100_000_000
 """Longest header accepted, in bytes: the limit of the safetensors library."""
@@ -34,6 +36,7 @@ DTYPE_BYTES = {
 _MAX_RANK = 8
 _LONGEST = 120
 """Characters of a tensor's name that are told: more than K3's names have."""
+_METADATA = re.compile(r'\{"__metadata__": ?(\{[^{}]*\}), ?')
 _MAX_OFFSET = 1 << 62
 """So that the header before the data does not make it more than 63 bits."""
 
@@ -47,25 +50,56 @@ class Entry(NamedTuple):
     length: int
 
 
-_new_entry = partial(tuple.__new__, Entry)  # Entry._make without a Python call for each
+class Table(NamedTuple):
+    """The tensors of a header in columns, since there may be half a million: the fields of `Entry`,
+    in the order of the header."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    offsets: list[int]
+    lengths: list[int]
+
+    def select(self, wanted: Sequence[bool]) -> Table:
+        """Those tensors for which `wanted` is true."""
+        return Table(
+            list(compress(self.names, wanted)),
+            list(compress(self.dtypes, wanted)),
+            list(compress(self.shapes, wanted)),
+            list(compress(self.offsets, wanted)),
+            list(compress(self.lengths, wanted)),
+        )
+
+    def entries(self) -> dict[str, Entry]:
+        """The same by name."""
+        return dict(zip(self.names, map(Entry._make, zip(*self[1:], strict=True)), strict=True))
 
 
 class ShortFile(CheckpointError):
-    """The file ends at byte `size`, before its tensors do: `missing` bytes of it; `entries` is the
+    """The file ends at byte `size`, before its tensors do: `missing` bytes of it; `table` is the
     whole header, `first` the name of the first tensor that is cut."""
 
-    def __init__(self, path: str, size: int, missing: int, entries: dict[str, Entry]) -> None:
+    def __init__(self, path: str, size: int, missing: int, table: Table) -> None:
         super().__init__(f"{path} is short by {missing:,} bytes")
-        self.size, self.missing, self.entries = size, missing, entries
-        cut = (name for name, entry in entries.items() if entry.offset + entry.length > size)
-        self.first = min(cut, key=lambda name: entries[name].offset)
+        self.size, self.missing, self.table = size, missing, table
+        cut = (
+            (offset, name)
+            for name, _, _, offset, length in zip(*table, strict=True)
+            if offset + length > size
+        )
+        self.first = min(cut)[1]
 
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of the safetensors file at `path`, by name, in the order of the header.
 
-    Raises CheckpointError if the file cannot be read, and as `parse_header` does.
+    Raises CheckpointError if the file cannot be read, and as `parse_table` does.
     """
+    return read_table(path).entries()
+
+
+def read_table(path: Path) -> Table:
+    """The same in columns."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is not a regular file")
@@ -78,7 +112,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{path} {absence(path)}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    return parse_header(raw, size, str(path))
+    return parse_table(raw, size, str(path))
 
 
 def absence(path: Path) -> str:
@@ -89,7 +123,12 @@ def absence(path: Path) -> str:
 
 
 def parse_header(raw: bytes, file_size: int, path: str) -> dict[str, Entry]:
-    """The tensors that `raw`, a file's first 8 + n bytes or more, declares, in the header's order.
+    """What `parse_table` gives, by name."""
+    return parse_table(raw, file_size, path).entries()
+
+
+def parse_table(raw: bytes, file_size: int, path: str) -> Table:
+    """The tensors that `raw`, a file's first 8 + n bytes or more, declares.
 
     `file_size` is the whole file's in bytes; `path` only names it in errors. Raises ShortFile if
     only the file's size is wrong, being too small, and CheckpointError for anything else.
@@ -101,22 +140,15 @@ def parse_header(raw: bytes, file_size: int, path: str) -> dict[str, Entry]:
         raise CheckpointError(f"{path}: header does not begin with '{{': not a safetensors file")
     text = raw[8:start]
     try:
-        header: dict[str, Any] = parse_json(text, unique=b"\\" in text)
-        strings = _check_metadata(header.pop("__metadata__", None), path)
-        entries = _entries(header, start)
-        if entries is None:
-            raise CheckpointError(f"{path}: {_first_fault(header)}")
-        strings += 5 * len(entries)
-        if b"\\" not in text and text.count(b'"') != 2 * strings:
-            parse_json(text)
+        table = _written_plainly(text, start, path) or _parsed(text, start, path)
     except ValueError as error:
         raise CheckpointError(f"{path}: header is {error}") from None
-    end = _data_end(entries, start, path)
+    end = _data_end(table, start, path)
     if end > file_size:
-        raise ShortFile(path, file_size, end - file_size, entries)
+        raise ShortFile(path, file_size, end - file_size, table)
     if end < file_size:
         raise CheckpointError(f"{path}: {file_size - end:,} bytes after the last tensor")
-    return entries
+    return table
 
 
 def header_length(prefix: bytes, file_size: int, path: str) -> int:
@@ -137,47 +169,104 @@ def header_length(prefix: bytes, file_size: int, path: str) -> int:
     return length
 
 
-def _check_metadata(metadata: object, path: str) -> int:
-    """The number of strings in the header that belong to `metadata`, its own key included."""
-    if metadata is None:
-        return 0
+def _parsed(text: bytes, start: int, path: str) -> Table:
+    """Every tensor of a header. Raises CheckpointError, and ValueError for what is not JSON."""
+    header: dict[str, Any] = parse_json(text)
+    _check_metadata(header.pop("__metadata__", {}), path)
+    table = Table([], [], [], [], [])
+    for name, info in header.items():
+        fault = _what_is_wrong(info)
+        if fault:
+            raise CheckpointError(f"{path}: {show(name, _LONGEST)} {fault}")
+        begin, end = info["data_offsets"]
+        table.names.append(name)
+        table.dtypes.append(info["dtype"])
+        table.shapes.append(tuple(info["shape"]))
+        table.offsets.append(start + begin)
+        table.lengths.append(end - begin)
+    return table
+
+
+def _check_metadata(metadata: object, path: str) -> None:
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ is {show(metadata)}, wanted texts by name")
-    return 1 + 2 * len(metadata)
 
 
-def _entries(header: dict[str, Any], start: int) -> dict[str, Entry] | None:
-    """Every entry of a header, checked in bulk, since there may be half a million; None if
-    `_what_is_wrong` has something to say of one."""
-    infos = header.values()
+def _written_plainly(raw: bytes, start: int, path: str) -> Table | None:
+    """What `_parsed` gives, in a fifth of the time, for a header without a fault that is spaced as
+    the safetensors library or Python's json does; None for any other.
+
+    Between two quotes lies either a string or what separates two of them, if no string has an
+    escape. So the text is cut at its quotes, ten for an entry:
+
+        {"NAME":{"dtype":"U8","shape":[2,3],"data_offsets":[0,6]},"NAME":{ ... }}
+    """
+    raw = raw.rstrip(b" ")
+    if b"\\" in raw or controls(raw):
+        return None
     try:
-        dtypes = [info["dtype"] for info in infos]
-        shapes = [info["shape"] for info in infos]
-        spans = [info["data_offsets"] for info in infos]
-        begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
-        widths = [DTYPE_BYTES[dtype] for dtype in dtypes]
-        numbers = [*begins, *ends, *chain.from_iterable(shapes)]
-    except (KeyError, TypeError, ValueError):
+        text = raw.decode()
+    except UnicodeDecodeError:
         return None
-    if not set(map(type, shapes)) <= {list} or not set(map(len, infos)) <= {3}:
+    metadata = _METADATA.match(text)
+    if metadata:
+        _check_metadata(parse_json(metadata[1].encode()), path)
+        text = "{" + text[metadata.end() :]
+    cut = text.split('"')
+    count = len(cut) // 10
+    if len(cut) != 10 * count + 1 or count == 0:
         return None
-    if not set(map(type, numbers)) <= {int}:  # JSON has bool and float beside it
+    names, dtypes, shapes, spans = cut[1::10], cut[5::10], cut[8::10], cut[10::10]
+    colon, comma = cut[4], cut[6]
+    if cut[0] != "{" or colon not in (":", ": ") or comma not in (",", ", "):
         return None
-    if min(numbers, default=0) < 0 or max(numbers, default=0) > _MAX_OFFSET:
+    same = {2: colon + "{", 3: "dtype", 4: colon, 6: comma, 7: "shape", 9: "data_offsets"}
+    if any(cut[place::10].count(wanted) != count for place, wanted in same.items()):
         return None
-    if max(map(len, shapes), default=0) > _MAX_RANK:
+    if len(set(names)) != count or "__metadata__" in names:
         return None
-    lengths = list(map(mul, map(prod, shapes), widths))
-    if lengths != list(map(sub, ends, begins)):
+    try:
+        sizes = {kind: _shape(kind, colon, comma) for kind in set(shapes)}
+        bytes_of = {
+            (dtype, kind): prod(sizes[kind]) * DTYPE_BYTES[dtype]
+            for dtype, kind in set(zip(dtypes, shapes, strict=True))
+        }
+        numbers = _spans(spans, colon, comma)
+    except (KeyError, ValueError, RecursionError):
         return None
-    offsets = [start + begin for begin in begins]
-    entries = map(_new_entry, zip(dtypes, map(tuple, shapes), offsets, lengths, strict=True))
-    return dict(zip(header, entries, strict=True))
+    begins, ends = numbers[::2], numbers[1::2]
+    lengths = list(map(sub, ends, begins))
+    if list(map(bytes_of.__getitem__, zip(dtypes, shapes, strict=True))) != lengths:
+        return None
+    if max(ends) > _MAX_OFFSET:
+        return None
+    found = [sizes[kind] for kind in shapes]
+    return Table(names, dtypes, found, [start + begin for begin in begins], lengths)
 
 
-def _first_fault(header: dict[str, Any]) -> str:
-    faults = ((name, _what_is_wrong(info)) for name, info in header.items())
-    return next(f"{show(name, _LONGEST)} {fault}" for name, fault in faults if fault)
+def _shape(text: str, colon: str, comma: str) -> tuple[int, ...]:
+    """The sizes in `:[2,3],`. Raises ValueError."""
+    if not text.startswith(colon + "[") or not text.endswith("]" + comma):
+        raise ValueError(text)
+    sizes = json.loads(text[len(colon) : -len(comma)])
+    if len(sizes) > _MAX_RANK or not _all_sizes(sizes):
+        raise ValueError(text)
+    return tuple(sizes)
+
+
+def _spans(texts: list[str], colon: str, comma: str) -> list[int]:
+    """The numbers in `:[0,6]},` and its like, the last of which is `:[6,8]}}`. Raises ValueError.
+
+    Without their digits the texts must be so many times the same, and with them, what joins two
+    spans become a comma, they must be a list in JSON: no digit can then be elsewhere.
+    """
+    text = '"'.join(texts).encode("ascii")
+    joint = f']}}{comma}"{colon}['.encode()
+    bare = f'{colon}[{comma}]}}{comma}"'.encode() * len(texts)
+    if text.translate(None, b"0123456789") != bare[: -len(comma) - 1] + b"}":
+        raise ValueError("not all alike")
+    numbers: list[int] = json.loads(text.replace(joint, b",")[len(colon) : -2])
+    return numbers
 
 
 def _what_is_wrong(info: Any) -> str:
@@ -202,22 +291,19 @@ def _all_sizes(values: list[Any]) -> bool:
     return all(type(value) is int and 0 <= value <= _MAX_OFFSET for value in values)
 
 
-def _data_end(entries: dict[str, Entry], start: int, path: str) -> int:
+def _data_end(table: Table, start: int, path: str) -> int:
     """Where the last tensor ends, once they are known to follow each other from `start` on."""
+    ends: list[int] = list(map(add, table.offsets, table.lengths))
+    if [start, *ends] == [*table.offsets, *ends[-1:]]:
+        return ends[-1]
     end = start
-    for entry in entries.values():
-        if entry.offset != end:
-            break
-        end += entry.length
-    else:
-        return end
-    end = start
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].length)):
-        if entry.offset != end:
-            what = "overlaps the tensor before it" if entry.offset < end else "follows a hole"
+    rows = zip(table.offsets, table.lengths, table.names, strict=True)
+    for offset, length, name in sorted(rows, key=itemgetter(0, 1)):
+        if offset != end:
+            what = "overlaps the tensor before it" if offset < end else "follows a hole"
             raise CheckpointError(
-                f"{path}: {show(name, _LONGEST)} {what}: data offset {entry.offset - start}, "
+                f"{path}: {show(name, _LONGEST)} {what}: data offset {offset - start}, "
                 f"wanted {end - start}"
             )
-        end += entry.length
+        end += length
     return end

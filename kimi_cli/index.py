@@ -10,21 +10,22 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from kimi_cli.errors import CheckpointError
-from kimi_cli.jsonfile import parse_json, show
+from kimi_cli.jsonfile import controls, parse_json, show
 from kimi_cli.regular import open_regular
 
 FILE_NAME = "model.safetensors.index.json"
 
+Columns = tuple[list[str], list[str]]
+"""Tensor names, and the file of each."""
 Tally = tuple[int, int]
 """How many names a shard has, and the sum of their hashes: equal for equal sets of names."""
 
 _CHUNK = 1 << 20
-_NAME, _FILE = itemgetter(0), itemgetter(1)  # of a pair
+_BLANKS = b" \t\r\n"
 _MARK = {"": "what was cut out"}
 _OPENING = re.compile(rb'"weight_map"\s*:\s*\{')
 
@@ -38,12 +39,11 @@ def tally(names: Iterable[str]) -> Tally:
 def tally_index(path: Path) -> dict[str, Tally]:
     """The Tally of each file that the index at `path` names. Raises as `scan_index` does."""
     tallies: dict[str, Tally] = {}
-    for pairs in scan_index(path):
-        for file, group in groupby(pairs, _FILE):
-            (count, total), (more, hashes) = (
-                tallies.get(file, (0, 0)),
-                tally(name for name, _ in group),
-            )
+    for names, files in _columns(path):
+        end = 0
+        for file, group in groupby(files):
+            begin, end = end, end + len(list(group))
+            (count, total), (more, hashes) = tallies.get(file, (0, 0)), tally(names[begin:end])
             tallies[file] = count + more, total + hashes
     return tallies
 
@@ -54,6 +54,12 @@ def scan_index(path: Path) -> Iterator[list[tuple[str, str]]]:
     Raises CheckpointError if the file cannot be read or is not a JSON object whose `weight_map`
     maps text to text. A name given twice is passed on twice.
     """
+    for names, files in _columns(path):
+        yield list(zip(names, files, strict=True))
+
+
+def _columns(path: Path) -> Iterator[Columns]:
+    """The same pairs in two columns."""
     try:
         with open_regular(path) as file:
             yield from _scan(file)
@@ -63,7 +69,7 @@ def scan_index(path: Path) -> Iterator[list[tuple[str, str]]]:
         raise CheckpointError(f"{path} is {error}") from None
 
 
-def _scan(file: BinaryIO) -> Iterator[list[tuple[str, str]]]:
+def _scan(file: BinaryIO) -> Iterator[Columns]:
     """Cuts the map out of the file; what is left, with a mark in its place, must parse as JSON."""
     head = file.read(_CHUNK)
     opening = _OPENING.search(head)
@@ -92,15 +98,35 @@ def _scan(file: BinaryIO) -> Iterator[list[tuple[str, str]]]:
         raise ValueError(f"{show(outside)}, wanted an object with a weight_map")
 
 
-def _pairs(run: bytes) -> list[tuple[str, str]]:
-    text = b"{" + run + b"}"
+def _pairs(run: bytes) -> Columns:
+    return _written_plainly(run) or _parsed(run)
+
+
+def _parsed(run: bytes) -> Columns:
     try:
-        plain: dict[str, object] = json.loads(text)
-        pairs = list(plain.items())
-        if b"\\" in run or run.count(b'"') != 4 * len(pairs):
-            pairs = json.loads(text, object_pairs_hook=list)
+        pairs = json.loads(b"{" + run + b"}", object_pairs_hook=list)
     except (ValueError, RecursionError):
         raise ValueError("not JSON in its weight_map") from None
-    if not set(map(type, map(_FILE, pairs))) <= {str}:
+    names, files = [name for name, _ in pairs], [file for _, file in pairs]
+    if not set(map(type, files)) <= {str}:
         raise ValueError("mapping a tensor to something other than a file name")
-    return cast(list[tuple[str, str]], pairs)
+    return names, files
+
+
+def _written_plainly(run: bytes) -> Columns | None:
+    """What `_parsed` gives, in half the time, for a run that none of its strings has an escape in:
+    cut at its quotes. None for any other."""
+    if b"\\" in run:
+        return None
+    try:
+        cut = run.decode().split('"')
+    except UnicodeDecodeError:
+        return None
+    count, between = len(cut) // 4, '"'.join(cut[::2]).encode()
+    if len(cut) != 4 * count + 1:
+        return None
+    if between.translate(None, _BLANKS) != b",".join([b'":"'] * count):
+        return None
+    if controls(run) != controls(between):
+        return None
+    return cut[1::4], cut[3::4]

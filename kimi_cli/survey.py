@@ -6,7 +6,7 @@ at a fault: it collects them, and tells them in one sentence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from kimi_cli import index
 from kimi_cli.config import Config
 from kimi_cli.errors import CheckpointError
 from kimi_cli.faults import Faults, short_name, shortage
-from kimi_cli.header import Entry, ShortFile, read_header
+from kimi_cli.header import Entry, ShortFile, Table, read_table
 from kimi_cli.jsonfile import shortlist, show
 from kimi_cli.shards import list_shards
 from kimi_cli.tensors import (
@@ -66,6 +66,7 @@ class _Names:
         self.padded = [tensor for tensor in tensors if tensor.padded]
         self.shape = (len(layers), config.num_experts, len(EXPERT_PARTS))
         self.expert_shapes = expert_shapes(config)
+        self.expert_kinds = {(part, "U8", shape) for part, shape in enumerate(self.expert_shapes)}
         self._layers = {
             layer_prefix(layer) + "block_sparse_moe": layer
             for layer in layers
@@ -107,19 +108,22 @@ def survey(model_dir: Path, config: Config) -> Survey:
     lost, differing, ignored = set(missing), dict[str, set[str]](), dict[str, int]()
     for shard, path in enumerate(found.shards):
         try:
-            entries, whole = read_header(path), True
+            table, whole = read_table(path), True
         except ShortFile as error:
             faults.add("short", f"{path.name} {shortage(error)}")
-            entries, whole = error.entries, False
+            table, whole = error.table, False
         except CheckpointError as error:
             faults.add("unreadable", str(error).replace(str(path), path.name))
             lost.add(path.name)
             continue
-        if tallies is not None and tallies.get(path.name) != index.tally(entries):
-            differing[path.name] = set(entries)
-        _fold(entries, shard, names, found, ignored, faults)
+        if tallies is not None and tallies.get(path.name) != index.tally(table.names):
+            differing[path.name] = set(table.names)
+        slots = list(map(names.slot, table.names))
+        _fold_experts(table, slots, shard, names, found, faults)
+        others = table.select([slot is None for slot in slots]).entries()
+        _fold_others(others, shard, names, found, ignored, faults)
         if whole:
-            _check_padding(entries, path, names, faults)
+            _check_padding(others, path, names, faults)
     excused = set[str]()
     if tallies is not None and (lost or differing):
         excused = _compare(model_dir / index.FILE_NAME, names, found, lost, differing, faults)
@@ -132,7 +136,33 @@ def survey(model_dir: Path, config: Config) -> Survey:
     return replace(found, fault="; ".join(clauses))
 
 
-def _fold(
+def _fold_experts(
+    table: Table,
+    slots: Sequence[int | None],
+    shard: int,
+    names: _Names,
+    found: Survey,
+    faults: Faults,
+) -> None:
+    """Adds one shard's experts to `found`, which is all that outlives its header."""
+    at = np.array([slot for slot in slots if slot is not None], np.int64)
+    held = table.select([slot is not None for slot in slots])
+    kinds = list(zip((at % len(EXPERT_PARTS)).tolist(), held.dtypes, held.shapes, strict=True))
+    if not names.expert_kinds.issuperset(kinds):
+        for name, (part, dtype, shape) in zip(held.names, kinds, strict=True):
+            wanted = names.expert_shapes[part]
+            if dtype != "U8":
+                faults.add("wrong dtype", f"{short_name(name)} is {dtype}, wanted U8")
+            if shape != wanted:
+                faults.add("wrong shape", _differs(name, shape, wanted))
+    shards = found.expert_shard.reshape(-1)
+    for place in at[shards[at] >= 0].tolist():
+        faults.add("repeated", _repeated(names.at_slot(place), found.shards, shards[place], shard))
+    shards[at] = shard
+    found.expert_offset.reshape(-1)[at] = held.offsets
+
+
+def _fold_others(
     entries: dict[str, Entry],
     shard: int,
     names: _Names,
@@ -140,19 +170,8 @@ def _fold(
     ignored: dict[str, int],
     faults: Faults,
 ) -> None:
-    """Adds one shard's tensors to `found`, which is the only thing that outlives its header."""
-    slots, offsets = [], []
-    for (name, entry), slot in zip(entries.items(), map(names.slot, entries), strict=True):
-        if slot is not None:
-            dtype, shape, offset, _ = entry
-            slots.append(slot)
-            offsets.append(offset)
-            wanted = names.expert_shapes[slot % len(EXPERT_PARTS)]
-            if dtype != "U8":
-                faults.add("wrong dtype", f"{short_name(name)} is {dtype}, wanted U8")
-            if shape != wanted:
-                faults.add("wrong shape", _differs(name, shape, wanted))
-            continue
+    """Adds the rest of its tensors."""
+    for name, entry in entries.items():
         tensor = names.tensors.get(name)
         if tensor is not None:
             first = found.tensors.setdefault(name, (shard, entry))[0]
@@ -169,11 +188,6 @@ def _fold(
             continue
         if first != shard:
             faults.add("repeated", _repeated(name, found.shards, first, shard))
-    at, shards = np.array(slots, np.int64), found.expert_shard.reshape(-1)
-    for place in at[shards[at] >= 0].tolist():
-        faults.add("repeated", _repeated(names.at_slot(place), found.shards, shards[place], shard))
-    shards[at] = shard
-    found.expert_offset.reshape(-1)[at] = offsets
 
 
 def _fits(shape: tuple[int, ...], tensor: Tensor) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from kimi_cli.header import (
     MAX_HEADER,
     Entry,
     ShortFile,
+    Table,
+    _parsed,
+    _written_plainly,
     header_length,
     parse_header,
     read_header,
@@ -163,7 +168,7 @@ def test_file_size_is_exact() -> None:
     with pytest.raises(ShortFile) as caught:
         parse_header(raw, len(raw) + 1000, "a")
     assert str(caught.value) == "a is short by 4,000 bytes"
-    assert caught.value.missing == 4000 and caught.value.entries["a"].length == 5000
+    assert caught.value.missing == 4000 and caught.value.table.lengths == [5000]
 
 
 def test_file_that_ends_in_its_header() -> None:
@@ -231,3 +236,55 @@ def test_any_bytes_are_read_or_refused(text: bytes, size: int) -> None:
             parse_header(raw, size, "x")
         except CheckpointError as error:
             assert str(error).startswith("x")
+
+
+def either(read: Callable[[bytes, int, str], Table | None], text: bytes) -> Table | None:
+    try:
+        return read(text, 8, "x")
+    except (ValueError, CheckpointError):
+        return None
+
+
+@st.composite
+def plain_headers(draw: st.DrawFn) -> bytes:
+    """As a library writes them, without a fault."""
+    names = draw(st.lists(st.text("ab.1é", max_size=4), min_size=1, max_size=4, unique=True))
+    header: dict[str, object] = {"__metadata__": {"a": "b"}} if draw(st.booleans()) else {}
+    end = 0
+    for name in names:
+        shape = draw(st.lists(st.integers(0, 12), max_size=3))
+        dtype = draw(st.sampled_from(["U8", "BF16", "F32"]))
+        begin, end = end, end + prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = tensor(dtype, shape, begin, end)
+    separators = draw(st.sampled_from([(",", ":"), (", ", ": "), (", ", ":")]))
+    text = json.dumps(header, separators=separators, ensure_ascii=False).encode()
+    return text + b" " * draw(st.integers(0, 3))
+
+
+@given(plain_headers())
+def test_a_plain_header_is_read_without_a_parser(text: bytes) -> None:
+    table = _written_plainly(text, 8, "x")
+    assert table is not None and table == _parsed(text, 8, "x")
+
+
+EDITS = st.tuples(
+    st.integers(0, 400),
+    st.integers(0, 12),
+    st.sampled_from(
+        [
+            b"", b" ", b'"', b"{", b"}", b"[", b"]", b":", b",", b"0", b"1", b"-", b".0", b"e1",
+            b"\\", b"\n", b"\x7f", b"\xff", b"true", b'"a"', b"]},", b'":{', b'"dtype"', b"[[1]]",
+            b'"shape":[1],', b'"U8"', b'"__metadata__":{"c":"d"},', b"\xef\xbb\xbf",
+        ]
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=500)
+@given(plain_headers(), st.lists(EDITS, min_size=1, max_size=3))
+def test_no_other_header_is_read_differently(text: bytes, edits: list[Any]) -> None:
+    for at, length, put in edits:
+        at %= len(text) + 1
+        text = text[:at] + put + text[at + length :]
+    table = either(_written_plainly, text)
+    assert table is None or table == either(_parsed, text)

@@ -12,7 +12,14 @@ from kimi_cli.checkpoint import Checkpoint
 from kimi_cli.config import load_config
 from kimi_cli.errors import CheckpointError, KimiError
 from kimi_cli.findings import checkpoint_findings, tokenizer_findings
-from kimi_cli.header import Entry, ShortFile, parse_header, read_header
+from kimi_cli.header import (
+    Entry,
+    ShortFile,
+    _parsed,
+    _written_plainly,
+    parse_header,
+    read_header,
+)
 from kimi_cli.index import scan_index, tally_index
 from kimi_cli.plan import Request, smallest_plan
 from kimi_cli.planning import Target as Planned
@@ -55,10 +62,14 @@ def check_inside(entries: Iterable[Entry], size: int) -> None:
 
 
 def header(folder: Path) -> Reader:
-    """The data as a whole file, then as the header of a file as long as its tensors say."""
+    """The data as a whole file, then as the header of a file as long as its tensors say; and what
+    is read without a JSON parser is what one reads."""
     path = folder / "a.safetensors"
 
     def read(data: bytes) -> None:
+        with suppress(KimiError, ValueError):
+            table = _written_plainly(data, 8, "a")
+            assert table is None or table == _parsed(data, 8, "a")
         path.write_bytes(data)
         with suppress(KimiError):
             check_inside(read_header(path).values(), len(data))
