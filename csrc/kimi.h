@@ -96,6 +96,9 @@ typedef struct {
 int64_t kimi_scratch(int64_t cols, int64_t count);
 int kimi_product(const kimi_matrix *w, const float *x, int64_t x_stride, int64_t count, float *y,
                  int64_t y_stride, float *scratch);
+/* The same for `n` matrices of as many columns, each with its y and y_stride. */
+int kimi_products(const kimi_matrix *const *w, int64_t n, const float *x, int64_t x_stride,
+                  int64_t count, float *const *y, const int64_t *y_stride, float *scratch);
 int kimi_product_mxfp4(const uint8_t *packed, const uint8_t *scales, int64_t rows, int64_t cols,
                        const float *x, int64_t x_stride, int64_t count, float *y,
                        int64_t y_stride, float *scratch);
@@ -196,10 +199,17 @@ int kimi_mla_attend(const float *cache, int64_t start, int64_t count, int64_t he
 int kimi_mla_values(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_t rank,
                     const float *latent, int64_t latent_stride, int64_t count, float *y,
                     int64_t y_stride, float *scratch);
+/* The three in turn: y [count][y_stride] of these heads from their q [count][q_stride]. `queries`
+ * [count][heads][rank + rope] and `latent` [count][heads][rank] are overwritten; `attend` is the
+ * scratch of the second, `scratch` that of the third. */
+int kimi_mla(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_t rope,
+             const float *cache, int64_t start, int64_t count, const float *q, int64_t q_stride,
+             float scale, float *queries, float *latent, float *attend, float *y,
+             int64_t y_stride, float *scratch);
 
 /* Router: s = sigmoid(logits); the k largest of s + bias, ties to the lower index, in that order;
  * weight = s / (sum of chosen s, in that order, + 1e-20) * factor, in double. k is at most
- * KIMI_MAX_TOP. */
+ * KIMI_MAX_TOP. KIMI_E_NUMERIC if a logit is NaN or infinite: the choice would pass over it. */
 int kimi_route(const float *logits, const float *bias, int64_t count, int64_t experts, int64_t k,
                double factor, int32_t *ids, float *weights);
 /* y[t] = sum over k ascending of fmaf(weights[t][k], x[t][k][i], y). */

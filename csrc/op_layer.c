@@ -165,12 +165,18 @@ int kimi_route(const float *logits, const float *bias, int64_t count, int64_t ex
     if (!logits || !bias || !ids || !weights || count < 1 || k < 1 || k > KIMI_MAX_TOP ||
         experts < k)
         return KIMI_E_ARGUMENT;
+    int bad = 0;
     PARALLEL_BEGIN(count * experts * 32)
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < count; t++)
+    for (int64_t t = 0; t < count; t++) {
+        if (kimi_argmax(logits + t * experts, experts) < 0) {
+#pragma omp atomic write
+            bad = KIMI_E_NUMERIC;
+        }
         route_token(logits + t * experts, bias, experts, k, factor, ids + t * k, weights + t * k);
+    }
     PARALLEL_END
-    return 0;
+    return bad;
 }
 
 int kimi_expert_sum(const float *x, const float *weights, int64_t count, int64_t k, int64_t n,

@@ -110,3 +110,20 @@ int kimi_mla_values(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_
     PARALLEL_END
     return 0;
 }
+
+int kimi_mla(const kimi_matrix *kv_b, int64_t heads, int64_t nope, int64_t rope,
+             const float *cache, int64_t start, int64_t count, const float *q, int64_t q_stride,
+             float scale, float *queries, float *latent, float *attend, float *y,
+             int64_t y_stride, float *scratch) {
+    if (!kv_b) return KIMI_E_ARGUMENT;
+    int64_t rank = kv_b->cols;
+    int bad = kimi_mla_absorb(kv_b, heads, nope, rope, q, q_stride, count, queries,
+                              heads * (rank + rope));
+    if (!bad)
+        bad = kimi_mla_attend(cache, start, count, heads, rank, rope, queries, scale, latent,
+                              attend);
+    if (!bad)
+        bad = kimi_mla_values(kv_b, heads, nope, rank, latent, heads * rank, count, y, y_stride,
+                              scratch);
+    return bad;
+}

@@ -25,7 +25,7 @@ from kimi_cli.stream import ALIGN, DirectFile, Reader, Ticket, allocate, round_u
 from kimi_cli.tensors import EXPERT_PARTS, expert_bytes, expert_prefix, expert_shapes
 from kimi_cli.timing import CHECK
 
-TOGETHER = 8
+TOGETHER = 16
 """Experts handed over at a time at most."""
 
 

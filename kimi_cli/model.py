@@ -27,6 +27,15 @@ LATENT_EPS = 1e-6
 """eps of q_a_layernorm and kv_a_layernorm: the reference class's default, not rms_norm_eps."""
 L2_EPS = 1e-6
 
+_KDA_IN = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "f_a"))
+_KDA_GATES = ("self_attn.b_proj", "self_attn.g_proj")
+_OUT = ("self_attn.o_proj",)
+_DENSE_IN = ("mlp.gate_proj", "mlp.up_proj")
+_MOE_IN = tuple(
+    f"block_sparse_moe.{name}_proj"
+    for name in ("routed_expert_down", "shared_experts.gate", "shared_experts.up")
+)
+
 Trace = Callable[[int, int, NDArray[np.int32], F32], None]
 """Called with (layer, position of the first token, expert ids [T, k], their weights [T, k])."""
 Progress = Callable[[int, int], None]
@@ -57,10 +66,18 @@ class Model:
         self._phases = {
             name: _views(memory, used, shapes)[0] for name, shapes in buffers.phases.items()
         }
+        self._phases["layer"] = {name: self._common[name] for name in ("mixed", "normed", "branch")}
+        self._one = {name: _first(views, 1) for name, views in self._phases.items()}
         self._chunk = buffers.common["prefix"][0]
         self._scratch = self._common["scratch"]
         self._embedding = Embedding(trunk)
         self._scheduled = 0
+        self._ids = np.empty((self._chunk, config.num_experts_per_token), dtype=np.int32)
+        self._kept: dict[tuple[int, str], native.Calls | None] = {}
+        """Operations of a single token, on the arrays of `_state`; None: not to be repeated."""
+        self._state: State | None = None
+        self._in_pieces = False
+        """Whether weights were used since it was cleared that are gone afterwards."""
 
     def close(self) -> None:
         """Closes the embedding's file."""
@@ -86,6 +103,8 @@ class Model:
         if then is not None:
             self._weights.schedule(then != "none")
             self._scheduled += 1
+        if state is not self._state:
+            self._state, self._kept = state, {}
         config, count = self._config, len(ids)
         prefix = self._common["prefix"][:count]
         for t, token in enumerate(ids):
@@ -114,21 +133,27 @@ class Model:
     ) -> F32:
         config, count = self._config, len(prefix)
         v, eps = layer.vectors, config.rms_norm_eps
-        mixed = self._common["mixed"][:count]
-        x = self._common["normed"][:count]
-        branch = self._common["branch"][:count]
+        buffers = self._buffers("layer", count)
+        mixed, x, branch = buffers["mixed"], buffers["normed"], buffers["branch"]
 
-        def mix(name: str) -> F32:
-            norm, proj = v[f"{name}_norm"], v[f"{name}_proj"]
-            with self._span(KERNEL, "mix"):
-                native.mix([*blocks, prefix], norm, proj, eps, mixed)
-            return mixed
+        def norm(name: str, weight: str) -> None:
+            h = prefix
+            if blocks:
+                h = mixed
+                with self._span(KERNEL, "mix"):
+                    sources = [*blocks, prefix]
+                    native.mix(sources, v[f"{name}_norm"], v[f"{name}_proj"], eps, mixed)
+            native.rmsnorm(h, v[weight], eps, x)
 
-        h = mix("self_attention_res") if blocks else prefix
-        native.rmsnorm(h, v["input_layernorm"], eps, x)
-        attention = self._mla if config.is_mla(number) else self._kda
+        def again(part: str, compute: Callable[[], None]) -> None:
+            self._repeat((number, part), count, compute)
+
+        again("before attention", lambda: norm("self_attention_res", "input_layernorm"))
         with self._span(LAYER, "attention"):
-            attention(state, number, layer, x, branch)
+            if config.is_mla(number):
+                self._mla(state, number, layer, x, branch)
+            else:
+                again("attention", lambda: self._kda(state, number, layer, x, branch))
         if number % config.attn_res_block_size == 0:
             snapshot = self._common["blocks"][len(blocks)].reshape(-1)[: prefix.size]
             snapshot = snapshot.reshape(prefix.shape)
@@ -137,17 +162,58 @@ class Model:
             prefix[:] = branch
         else:
             native.add(branch, prefix)
-        native.rmsnorm(mix("mlp_res"), v["post_attention_layernorm"], eps, x)
+        again("before mlp", lambda: norm("mlp_res", "post_attention_layernorm"))
         with self._span(LAYER, "mlp"):
             if config.is_moe(number):
                 self._moe(state, number, layer, x, branch)
             else:
-                self._dense(layer, x, branch)
+                again("mlp", lambda: self._dense(layer, x, branch))
         native.add(branch, prefix)
         return prefix
 
-    def _product(self, layer: Layer, name: str, x: F32, y: F32) -> F32:
+    def _buffers(self, phase: str, count: int) -> dict[str, F32]:
+        """Cut to `count` tokens; for one always the same arrays."""
+        return self._one[phase] if count == 1 else _first(self._phases[phase], count)
+
+    def _repeat(self, key: tuple[int, str], count: int, compute: Callable[[], None]) -> None:
+        """Does `compute`, which is operations and nothing else, with the same arrays for every
+        single token. Where all its weights stay in memory, those of a single token are kept under
+        `key` and repeated: the Python around each is out of every cache whenever it is needed, and
+        took 3 % of a token."""
+        if count > 1 or self._span is not no_span:
+            compute()
+            return
+        if key not in self._kept:
+            self._in_pieces = False
+            with native.recording() as calls:
+                compute()
+            self._kept[key] = None if self._in_pieces else calls
+            return
+        kept = self._kept[key]
+        if kept is None:
+            compute()
+        else:
+            kept()
+
+    def _products(self, layer: Layer, names: Sequence[str], x: F32, ys: Sequence[F32]) -> None:
+        """ys[i] [T, rows] = x [T, cols] times matrix names[i]; one operation if they all stay in
+        memory, else one after the other."""
+        held = [weights for weights in map(layer.held, names) if weights is not None]
+        if len(held) < len(names):
+            for name, y in zip(names, ys, strict=True):
+                self._product(layer, name, x, y)
+            return
+        with self._span(KERNEL, " ".join(names)):
+            try:
+                native.products(held, x, ys, self._scratch)
+            except CheckpointError:
+                for name, y in zip(names, ys, strict=True):
+                    self._product(layer, name, x, y)  # to tell whose fault it is
+                raise
+
+    def _product(self, layer: Layer, name: str, x: F32, y: F32) -> None:
         """y [T, rows] = x [T, cols] times matrix `name`, piece by piece."""
+        self._in_pieces = True
         for row, piece in layer.rows(name):
             part = y if piece.rows == y.shape[1] else y[:, row : row + piece.rows]
             with self._span(KERNEL, name):
@@ -155,22 +221,21 @@ class Model:
                     native.product(piece, x, part, self._scratch, row > 0)
                 except CheckpointError as error:
                     raise layer.refused(name, error) from None
-        return y
 
     def _kda(self, state: State, number: int, layer: Layer, x: F32, out: F32) -> None:
         config, v, count = self._config, layer.vectors, len(x)
-        buffers = _first(self._phases["kda"], count)
+        buffers = self._buffers("kda", count)
         heads, dim, taps = config.kda_num_heads, config.kda_head_dim, config.conv_size
-        flat = (count, heads * dim)
-        for place, name in enumerate("qkv"):
-            raw = self._product(layer, f"self_attn.{name}_proj", x, buffers["raw"])
+        raws = buffers["raw"], buffers["gate_flat"], buffers["out_flat"]
+        bottleneck, beta, o = buffers["bottleneck"], buffers["beta"], buffers["out"]
+        self._products(layer, _KDA_IN, x, (*raws, bottleneck))
+        for place, (name, raw) in enumerate(zip("qkv", raws, strict=True)):
             kernel = v[f"self_attn.{name}_conv1d"].reshape(-1, taps)
-            history = state.history[number][place]
-            native.conv(raw, kernel, history, buffers[name].reshape(flat))
+            native.conv(raw, kernel, state.history[number][place], buffers[name + "_flat"])
         native.l2norm(buffers["q"], L2_EPS, dim**-0.5)
         native.l2norm(buffers["k"], L2_EPS, 1.0)
-        bottleneck = self._product(layer, "self_attn.f_a_proj", x, buffers["bottleneck"])
-        z = self._product(layer, "self_attn.f_b_proj", bottleneck, buffers["raw"])
+        z = buffers["raw"]
+        self._products(layer, ("self_attn.f_b_proj",), bottleneck, (z,))
         native.decay(
             z.reshape(count, heads, dim),
             v["self_attn.A_log"][:heads],
@@ -178,7 +243,7 @@ class Model:
             config.gate_lower_bound,
             buffers["decay"],
         )
-        beta = self._product(layer, "self_attn.b_proj", x, buffers["beta"])
+        self._products(layer, _KDA_GATES, x, (beta, buffers["gate_flat"]))
         native.sigmoid(beta, beta)
         with self._span(KERNEL, "delta"):
             native.delta(
@@ -188,85 +253,110 @@ class Model:
                 buffers["v"],
                 buffers["decay"],
                 beta,
-                buffers["out"],
+                o,
             )
-        self._product(layer, "self_attn.g_proj", x, buffers["gate"].reshape(flat))
-        o, weight = buffers["out"], v["self_attn.o_norm"]
-        native.gated_norm(o, buffers["gate"], weight, config.rms_norm_eps, o)
-        self._product(layer, "self_attn.o_proj", o.reshape(flat), out)
+        native.gated_norm(o, buffers["gate"], v["self_attn.o_norm"], config.rms_norm_eps, o)
+        self._products(layer, _OUT, buffers["out_flat"], (out,))
 
     def _mla(self, state: State, number: int, layer: Layer, x: F32, out: F32) -> None:
         config, v, count = self._config, layer.vectors, len(x)
-        buffers = _first(self._phases["mla"], count)
+        buffers = self._buffers("mla", count)
         nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         rank, start = config.kv_lora_rank, state.position
-        q_rank = self._product(layer, "self_attn.q_a_proj", x, buffers["q_rank"])
-        native.rmsnorm(q_rank, v["self_attn.q_a_layernorm"], LATENT_EPS, q_rank)
-        q = self._product(layer, "self_attn.q_b_proj", q_rank, buffers["q"])
-        kv = self._product(layer, "self_attn.kv_a_proj_with_mqa", x, buffers["kv"])
+        q_rank, q, kv = buffers["q_rank"], buffers["q"], buffers["kv"]
+        o, gate = buffers["out"], buffers["gate"]
         latent = kv[:, :rank]
-        native.rmsnorm(latent, v["self_attn.kv_a_layernorm"], LATENT_EPS, latent)
+
+        def enter() -> None:
+            self._products(layer, ("self_attn.q_a_proj",), x, (q_rank,))
+            native.rmsnorm(q_rank, v["self_attn.q_a_layernorm"], LATENT_EPS, q_rank)
+            self._products(layer, ("self_attn.q_b_proj",), q_rank, (q,))
+            self._products(layer, ("self_attn.kv_a_proj_with_mqa",), x, (kv,))
+            native.rmsnorm(latent, v["self_attn.kv_a_layernorm"], LATENT_EPS, latent)
+
+        def leave() -> None:
+            self._products(layer, ("self_attn.g_proj",), x, (gate,))
+            native.gate(o, gate, o)
+            self._products(layer, _OUT, o, (out,))
+
+        self._repeat((number, "queries"), count, enter)
         cache = state.latent[number]
         cache[start : start + count] = kv
-        o = buffers["out"]
         for row, piece in layer.rows("self_attn.kv_b_proj"):  # whole heads at a time
             first, heads = row // (nope + value), piece.rows // (nope + value)
             queries = _part(buffers["q_latent"], count, heads, rank + rope)
             attended = _part(buffers["latent"], count, heads, rank)
             mine = q[:, first * (nope + rope) : (first + heads) * (nope + rope)]
+            into = o[:, first * value : (first + heads) * value]
             with self._span(KERNEL, "attend"):
                 try:
-                    native.mla_absorb(piece, heads, nope, rope, mine, queries.reshape(count, -1))
+                    native.mla(
+                        piece,
+                        nope,
+                        rope,
+                        cache,
+                        start,
+                        mine,
+                        (nope + rope) ** -0.5,
+                        queries,
+                        attended,
+                        buffers["attend"],
+                        into,
+                        self._scratch,
+                    )
                 except CheckpointError as error:
                     raise layer.refused("self_attn.kv_b_proj", error) from None
-                native.mla_attend(
-                    cache, start, rope, queries, (nope + rope) ** -0.5, attended, buffers["attend"]
-                )
-                into = o[:, first * value : (first + heads) * value]
-                flat = attended.reshape(count, -1)
-                native.mla_values(piece, heads, nope, flat, into, self._scratch)
-        gate = self._product(layer, "self_attn.g_proj", x, buffers["gate"])
-        native.gate(o, gate, o)
-        self._product(layer, "self_attn.o_proj", o, out)
+        self._repeat((number, "after attention"), count, leave)
 
     def _dense(self, layer: Layer, x: F32, out: F32) -> None:
-        buffers = _first(self._phases["dense"], len(x))
-        self._mlp(layer, "mlp", x, buffers["gate"], buffers["up"], out)
+        buffers = self._buffers("dense", len(x))
+        gate = buffers["gate"]
+        self._products(layer, _DENSE_IN, x, (gate, buffers["up"]))
+        self._situ(gate, buffers["up"])
+        self._products(layer, ("mlp.down_proj",), gate, (out,))
 
-    def _mlp(self, layer: Layer, name: str, x: F32, gate: F32, up: F32, out: F32) -> None:
-        """out = down situ(gate x, up x)."""
-        self._product(layer, f"{name}.gate_proj", x, gate)
-        self._product(layer, f"{name}.up_proj", x, up)
-        beta, linear_beta = self._config.situ_beta, self._config.situ_linear_beta
-        native.situ(gate, up, beta, linear_beta, gate)
-        self._product(layer, f"{name}.down_proj", gate, out)
+    def _situ(self, gate: F32, up: F32) -> None:
+        """Into `gate`."""
+        native.situ(gate, up, self._config.situ_beta, self._config.situ_linear_beta, gate)
 
     def _moe(self, state: State, number: int, layer: Layer, x: F32, out: F32) -> None:
         config, v, count, moe = self._config, layer.vectors, len(x), "block_sparse_moe."
-        buffers = _first(self._phases["moe"], count)
-        ids = np.empty((count, config.num_experts_per_token), dtype=np.int32)
-        weights = buffers["weights"]
-        router = self._product(layer, moe + "gate", x, buffers["router"])
-        if native.argmax(router.reshape(-1)) < 0:  # the choice would pass over what is NaN
+        buffers = self._buffers("moe", count)
+        ids, weights, latent = self._ids[:count], buffers["weights"], buffers["latent"]
+        router, gate, up = buffers["router"], buffers["gate"], buffers["up"]
+        shared, bias = buffers["shared"], v[moe + "gate.e_score_correction_bias"]
+
+        def choose() -> None:
+            self._products(layer, (moe + "gate",), x, (router,))
+            native.route(router, bias, config.routed_scaling_factor, ids, weights)
+
+        def share() -> None:
+            self._products(layer, _MOE_IN, x, (latent, gate, up))
+            self._situ(gate, up)
+            self._products(layer, (moe + "shared_experts.down_proj",), gate, (shared,))
+
+        def join() -> None:
+            native.expert_sum(buffers["experts"], weights, latent)
+            norm = v[moe + "routed_expert_norm"]
+            native.rmsnorm(latent, norm, config.rms_norm_eps, latent)
+            self._products(layer, (moe + "routed_expert_up_proj",), latent, (out,))
+            native.add(shared, out)
+
+        try:
+            self._repeat((number, "router"), count, choose)
+        except NumericError:
             raise NumericError(
                 f"the router of layer {number} gives NaN or infinity: the weights before it, or "
                 "this machine's memory, are damaged; run kimi verify"
-            )
-        bias = v[moe + "gate.e_score_correction_bias"]
-        native.route(router, bias, config.routed_scaling_factor, ids, weights)
+            ) from None
         if self._trace:
-            self._trace(number, state.position, ids, weights)
+            self._trace(number, state.position, ids.copy(), weights)
         wanted, last = list(dict.fromkeys(ids.T.ravel().tolist())), ids[-1].tolist()
         ranks = [last.index(e) if e in last else len(last) for e in wanted]
         self._experts.request(number, wanted, ranks)
-        latent = self._product(layer, moe + "routed_expert_down_proj", x, buffers["latent"])
-        shared = buffers["shared"]
-        self._mlp(layer, moe + "shared_experts", x, buffers["gate"], buffers["up"], shared)
+        self._repeat((number, "shared experts"), count, share)
         self._routed(ids, latent, buffers)
-        native.expert_sum(buffers["experts"], weights, latent)
-        native.rmsnorm(latent, v[moe + "routed_expert_norm"], config.rms_norm_eps, latent)
-        self._product(layer, moe + "routed_expert_up_proj", latent, out)
-        native.add(shared, out)
+        self._repeat((number, "after experts"), count, join)
 
     def _routed(self, ids: NDArray[np.int32], latent: F32, buffers: dict[str, F32]) -> None:
         """Fills buffers["experts"] [T, k, latent], each expert for all its tokens as it arrives."""
@@ -320,8 +410,11 @@ def _views(memory: native.U8, at: int, shapes: Shapes) -> tuple[dict[str, F32], 
 
 
 def _first(buffers: dict[str, F32], count: int) -> dict[str, F32]:
-    """The buffers cut to `count` tokens; those without a token axis as they are."""
-    return {name: b[:count] if b.ndim > 1 else b for name, b in buffers.items()}
+    """The buffers cut to `count` tokens, those without a token axis as they are; where one is
+    [T, heads, dim], `out` say, also `out_flat` [T, heads dim]."""
+    cut = {name: b[:count] if b.ndim > 1 else b for name, b in buffers.items()}
+    flat = {f"{name}_flat": b.reshape(count, -1) for name, b in cut.items() if b.ndim == 3}
+    return {**cut, **flat}
 
 
 def _part(buffer: F32, *shape: int) -> F32:

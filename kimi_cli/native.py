@@ -9,10 +9,11 @@ call runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,17 +73,62 @@ def set_threads(count: int) -> None:
     if not 1 <= count <= MAX_THREADS:
         raise UsageError(f"{count} threads are not possible: 1 to {MAX_THREADS} are")
     require(count - 1)
-    _done(lib.kimi_threads_set(count), "kimi_threads_set")
+    _call(lib.kimi_threads_set, count)
 
 
-def _done(status: int, name: str) -> None:
+class Calls:
+    """Operations with their arguments, to be done again: the arrays behind them are still there,
+    and hold what the operations should then work on."""
+
+    __slots__ = ("_calls",)
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Any, tuple[Any, ...], object]] = []
+
+    def add(self, function: Any, arguments: tuple[Any, ...], behind: object) -> None:
+        """One more, after the others; what is `behind` its arguments is kept alive too."""
+        self._calls.append((function, arguments, behind))
+
+    def __call__(self) -> None:
+        for function, arguments, _ in self._calls:
+            status = function(*arguments)
+            if status:
+                _refused(status, function)
+
+
+_recorded: Calls | None = None
+
+
+@contextmanager
+def recording() -> Iterator[Calls]:
+    """Keeps the operations that are done meanwhile, which no other thread may do any of."""
+    global _recorded
+    _recorded = calls = Calls()
+    try:
+        yield calls
+    finally:
+        _recorded = None
+
+
+def _call(function: Any, *arguments: Any, behind: object = None) -> None:
+    """An operation; `behind` is what some argument only points to. Raises KimiError, of the kind
+    that its status means."""
+    if _recorded is not None:
+        _recorded.add(function, arguments, behind)
+    status = function(*arguments)
+    if status:
+        _refused(status, function)
+
+
+def _refused(status: int, function: Any) -> NoReturn:
     if status == lib.KIMI_E_ESCAPES:
         raise CheckpointError(
             "packed weights have escapes out of order: the trunk was not written by kimi repack; "
             "delete it and run kimi repack"
         )
-    if status != 0:
-        raise KimiError(f"internal error: {name} refused its arguments ({status})")
+    if status == lib.KIMI_E_NUMERIC:
+        raise NumericError("the logits hold NaN or infinity: no token can be chosen from them")
+    raise KimiError(f"internal error: {function.__name__} refused its arguments ({status})")
 
 
 def _raw(array: NDArray[Any], dtype: Any) -> int:
@@ -94,9 +140,9 @@ def _raw(array: NDArray[Any], dtype: Any) -> int:
 
 def _flat(array: F32, *shape: int) -> Any:
     """Pointer to a contiguous float32 array of exactly this shape."""
-    if array.dtype != _FLOAT or array.shape != shape or not array.flags.c_contiguous:
+    if array.dtype != _FLOAT or array.shape != shape:
         raise ValueError(f"want contiguous float32 {shape}, got {array.dtype} {array.shape}")
-    return ffi.from_buffer(_FLOATS, array)
+    return ffi.from_buffer(_FLOATS, array)  # a ValueError where it is not contiguous
 
 
 def _vector(array: NDArray[Any], size: int, dtype: Any, pointer: str) -> Any:
@@ -187,8 +233,27 @@ def product(w: Matrix, x: F32, y: F32, scratch: F32, again: bool = False) -> Non
     if len(x) != len(y):
         raise ValueError("x and y differ in count")
     work = _scratch(scratch, scratch_floats(w.cols, len(x)))
-    _done(
-        lib.kimi_product(w.struct, x_ptr, x_stride, len(x), y_ptr, y_stride, work), "kimi_product"
+    _call(lib.kimi_product, w.struct, x_ptr, x_stride, len(x), y_ptr, y_stride, work)
+
+
+def products(weights: Sequence[Matrix], x: F32, ys: Sequence[F32], scratch: F32) -> None:
+    """ys[i] [count, rows] = x [count, cols] W_i^T, for matrices of as many columns."""
+    cols, count = weights[0].cols, len(x)
+    if any(w.cols != cols for w in weights) or any(len(y) != count for y in ys):
+        raise ValueError("matrices of different columns, or arrays of different counts")
+    x_ptr, x_stride = _rows(x, cols)
+    places = [_rows(y, w.rows) for w, y in zip(weights, ys, strict=True)]
+    _call(
+        lib.kimi_products,
+        ffi.new("kimi_matrix *[]", [w.struct for w in weights]),
+        len(weights),
+        x_ptr,
+        x_stride,
+        count,
+        ffi.new("float *[]", [pointer for pointer, _ in places]),
+        ffi.new("int64_t[]", [stride for _, stride in places]),
+        _scratch(scratch, scratch_floats(cols, count)),
+        behind=(weights, places),
     )
 
 
@@ -201,7 +266,8 @@ def product_mxfp4(packed: U8, scales: U8, x: F32, y: F32, scratch: F32) -> None:
     y_ptr, y_stride = _rows(y, rows)
     if len(x) != len(y):
         raise ValueError("x and y differ in count")
-    status = lib.kimi_product_mxfp4(
+    _call(
+        lib.kimi_product_mxfp4,
         ffi.cast("uint8_t *", _raw(packed, np.uint8)),
         ffi.cast("uint8_t *", _raw(scales, np.uint8)),
         rows,
@@ -213,7 +279,6 @@ def product_mxfp4(packed: U8, scales: U8, x: F32, y: F32, scratch: F32) -> None:
         y_stride,
         _scratch(scratch, scratch_floats(cols, len(x))),
     )
-    _done(status, "kimi_product_mxfp4")
 
 
 class Expert:
@@ -265,7 +330,8 @@ def experts(
     if any((w.inter, w.latent) != (inter, latent) for w, _ in wanted):
         raise ValueError("experts of different sizes")
     places = [place for _, places in wanted for place in places]
-    status = lib.kimi_experts(
+    _call(
+        lib.kimi_experts,
         [w.struct for w, _ in wanted],
         len(wanted),
         [0, *accumulate(len(places) for _, places in wanted)],
@@ -284,7 +350,6 @@ def experts(
         _flat(out, count, k, latent),
         _scratch(scratch, experts_scratch_floats(latent, inter, most)),
     )
-    _done(status, "kimi_experts")
 
 
 def scale_nan(scales: U8) -> int:
@@ -305,7 +370,7 @@ def pack_histogram(weights: NDArray[np.uint16], counts: NDArray[np.int64]) -> No
         raise ValueError("want uint16 weights and int64 counts [256]")
     pointer = ffi.from_buffer("uint16_t[]", weights)
     into = ffi.from_buffer("int64_t[]", counts, require_writable=True)
-    _done(lib.kimi_pack_histogram(pointer, weights.size, into), "kimi_pack_histogram")
+    _call(lib.kimi_pack_histogram, pointer, weights.size, into)
 
 
 def pack_escapes(weights: NDArray[np.uint16], table: U8) -> int:
@@ -338,7 +403,8 @@ def pack_rows(
         raise ValueError("packed or starts of the wrong shape")
     if int(starts[0]) + pack_escapes(weights, table) > len(escapes):
         raise ValueError("no room for the escapes")
-    status = lib.kimi_pack_rows(
+    _call(
+        lib.kimi_pack_rows,
         ffi.from_buffer("uint16_t[]", weights),
         rows,
         cols,
@@ -347,32 +413,30 @@ def pack_rows(
         ffi.cast("uint32_t *", _raw(starts, np.uint32)),
         ffi.cast("uint32_t *", _raw(escapes, np.uint32) or 1),
     )
-    _done(status, "kimi_pack_rows")
 
 
 def unpack_rows(w: Matrix, out: NDArray[np.uint16]) -> None:
     """Exact bf16 weights [rows, cols] of a packed matrix."""
     if out.shape != (w.rows, w.cols) or out.dtype != np.uint16 or not out.flags.c_contiguous:
         raise ValueError(f"want contiguous uint16 [{w.rows}, {w.cols}]")
-    _done(
-        lib.kimi_unpack_rows(w.struct, ffi.cast("uint16_t *", _raw(out, np.uint16))),
-        "kimi_unpack_rows",
-    )
+    _call(lib.kimi_unpack_rows, w.struct, ffi.cast("uint16_t *", _raw(out, np.uint16)))
 
 
 def widen(fmt: Format, source: U8, out: F32) -> None:
     """Exact float32 values of bf16 or float32 bytes; any alignment."""
     if source.nbytes != out.size * (2 if fmt == Format.BF16 else 4):
         raise ValueError(f"{source.nbytes} bytes do not hold {out.size} values")
-    status = lib.kimi_widen(
-        int(fmt), ffi.cast("void *", _raw(source, np.uint8)), out.size, _flat(out, *out.shape)
+    _call(
+        lib.kimi_widen,
+        int(fmt),
+        ffi.cast("void *", _raw(source, np.uint8)),
+        out.size,
+        _flat(out, *out.shape),
     )
-    _done(status, "kimi_widen")
 
 
 def _elementwise(name: str, x: F32, y: F32) -> None:
-    status = getattr(lib, name)(_flat(x, *x.shape), x.size, _flat(y, *x.shape))
-    _done(status, name)
+    _call(getattr(lib, name), _flat(x, *x.shape), x.size, _flat(y, *x.shape))
 
 
 def exp(x: F32, y: F32) -> None:
@@ -397,16 +461,20 @@ def add(x: F32, y: F32) -> None:
 
 def gate(x: F32, by: F32, y: F32) -> None:
     """y = x sigmoid(by); y may be x."""
-    status = lib.kimi_gate(_flat(x, *x.shape), _flat(by, *x.shape), x.size, _flat(y, *x.shape))
-    _done(status, "kimi_gate")
+    _call(lib.kimi_gate, _flat(x, *x.shape), _flat(by, *x.shape), x.size, _flat(y, *x.shape))
 
 
 def situ(g: F32, u: F32, beta: float, linear_beta: float, y: F32) -> None:
     """y = beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta); y may be g or u."""
-    status = lib.kimi_situ(
-        _flat(g, *g.shape), _flat(u, *g.shape), g.size, beta, linear_beta, _flat(y, *g.shape)
+    _call(
+        lib.kimi_situ,
+        _flat(g, *g.shape),
+        _flat(u, *g.shape),
+        g.size,
+        beta,
+        linear_beta,
+        _flat(y, *g.shape),
     )
-    _done(status, "kimi_situ")
 
 
 def rmsnorm(x: F32, weight: F32, eps: float, y: F32) -> None:
@@ -416,18 +484,25 @@ def rmsnorm(x: F32, weight: F32, eps: float, y: F32) -> None:
     y_ptr, y_stride = _rows(y, n)
     if len(x) != len(y):
         raise ValueError("x and y differ in count")
-    status = lib.kimi_rmsnorm(x_ptr, x_stride, len(x), n, _flat(weight, n), eps, y_ptr, y_stride)
-    _done(status, "kimi_rmsnorm")
+    _call(lib.kimi_rmsnorm, x_ptr, x_stride, len(x), n, _flat(weight, n), eps, y_ptr, y_stride)
 
 
 def mix(sources: Sequence[F32], norm: F32, proj: F32, eps: float, y: F32) -> None:
     """Attention residual of sources [count, n] each, into y [count, n] (not one of them)."""
     count, n = y.shape
-    pointers = ffi.new("float *[]", [_flat(s, count, n) for s in sources])
-    status = lib.kimi_mix(
-        pointers, len(sources), count, n, _flat(norm, n), _flat(proj, n), eps, _flat(y, count, n)
+    pointers = [_flat(s, count, n) for s in sources]
+    _call(
+        lib.kimi_mix,
+        ffi.new("float *[]", pointers),
+        len(sources),
+        count,
+        n,
+        _flat(norm, n),
+        _flat(proj, n),
+        eps,
+        _flat(y, count, n),
+        behind=pointers,
     )
-    _done(status, "kimi_mix")
 
 
 def conv(x: F32, weight: F32, history: F32, y: F32) -> None:
@@ -437,7 +512,8 @@ def conv(x: F32, weight: F32, history: F32, y: F32) -> None:
     """
     count, channels = x.shape
     taps = weight.shape[1]
-    status = lib.kimi_conv(
+    _call(
+        lib.kimi_conv,
         _flat(x, count, channels),
         count,
         channels,
@@ -446,18 +522,18 @@ def conv(x: F32, weight: F32, history: F32, y: F32) -> None:
         _flat(history, taps - 1, channels),
         _flat(y, count, channels),
     )
-    _done(status, "kimi_conv")
 
 
 def l2norm(x: F32, eps: float, scale: float) -> None:
     """x [count, heads, dim] /= sqrt(sum of squares + eps) per head, times scale, in place."""
-    _done(lib.kimi_l2norm(_flat(x, *x.shape), *x.shape, eps, scale), "kimi_l2norm")
+    _call(lib.kimi_l2norm, _flat(x, *x.shape), *x.shape, eps, scale)
 
 
 def decay(z: F32, a_log: F32, dt_bias: F32, lower_bound: float, y: F32) -> None:
     """Factors exp(g) that decay the KDA state; z, y [count, heads, dim], a_log [heads]."""
     _, heads, dim = z.shape
-    status = lib.kimi_decay(
+    _call(
+        lib.kimi_decay,
         _flat(z, *z.shape),
         *z.shape,
         _flat(a_log, heads),
@@ -465,7 +541,6 @@ def decay(z: F32, a_log: F32, dt_bias: F32, lower_bound: float, y: F32) -> None:
         lower_bound,
         _flat(y, *z.shape),
     )
-    _done(status, "kimi_decay")
 
 
 def delta(state: F32, q: F32, k: F32, v: F32, factors: F32, beta: F32, o: F32) -> None:
@@ -473,7 +548,8 @@ def delta(state: F32, q: F32, k: F32, v: F32, factors: F32, beta: F32, o: F32) -
     [count, heads, dim].
     """
     count, heads, dim = q.shape
-    status = lib.kimi_delta(
+    _call(
+        lib.kimi_delta,
         _flat(state, heads, dim, dim),
         count,
         heads,
@@ -482,12 +558,12 @@ def delta(state: F32, q: F32, k: F32, v: F32, factors: F32, beta: F32, o: F32) -
         _flat(beta, count, heads),
         _flat(o, count, heads, dim),
     )
-    _done(status, "kimi_delta")
 
 
 def gated_norm(x: F32, by: F32, weight: F32, eps: float, y: F32) -> None:
     """y = rmsnorm(x) sigmoid(by) within each head; x, by, y [count, heads, dim]; weight [dim]."""
-    status = lib.kimi_gated_norm(
+    _call(
+        lib.kimi_gated_norm,
         _flat(x, *x.shape),
         _flat(by, *x.shape),
         *x.shape,
@@ -495,7 +571,6 @@ def gated_norm(x: F32, by: F32, weight: F32, eps: float, y: F32) -> None:
         eps,
         _flat(y, *x.shape),
     )
-    _done(status, "kimi_gated_norm")
 
 
 def mla_absorb(kv_b: Matrix, heads: int, nope: int, rope: int, q: F32, out: F32) -> None:
@@ -507,10 +582,18 @@ def mla_absorb(kv_b: Matrix, heads: int, nope: int, rope: int, q: F32, out: F32)
     out_ptr, out_stride = _rows(out, heads * (kv_b.cols + rope))
     if len(q) != len(out):
         raise ValueError("q and out differ in count")
-    status = lib.kimi_mla_absorb(
-        kv_b.struct, heads, nope, rope, q_ptr, q_stride, len(q), out_ptr, out_stride
+    _call(
+        lib.kimi_mla_absorb,
+        kv_b.struct,
+        heads,
+        nope,
+        rope,
+        q_ptr,
+        q_stride,
+        len(q),
+        out_ptr,
+        out_stride,
     )
-    _done(status, "kimi_mla_absorb")
 
 
 def mla_scratch_floats(positions: int, heads: int, width: int) -> int:
@@ -528,7 +611,8 @@ def mla_attend(
     count, heads, width = q.shape
     if cache.shape[0] < start + count or cache.shape[1] != width:
         raise ValueError(f"cache {cache.shape} is too small for {start} + {count} positions")
-    status = lib.kimi_mla_attend(
+    _call(
+        lib.kimi_mla_attend,
         _flat(cache, *cache.shape),
         start,
         count,
@@ -540,7 +624,6 @@ def mla_attend(
         _flat(out, count, heads, width - rope),
         _scratch(work, mla_scratch_floats(start + count, heads, width)),
     )
-    _done(status, "kimi_mla_attend")
 
 
 def mla_values(kv_b: Matrix, heads: int, nope: int, latent: F32, y: F32, scratch: F32) -> None:
@@ -550,7 +633,8 @@ def mla_values(kv_b: Matrix, heads: int, nope: int, latent: F32, y: F32, scratch
     y_ptr, y_stride = _rows(y, heads * (kv_b.rows // heads - nope))
     if count != len(y):
         raise ValueError("latent and y differ in count")
-    status = lib.kimi_mla_values(
+    _call(
+        lib.kimi_mla_values,
         kv_b.struct,
         heads,
         nope,
@@ -562,7 +646,52 @@ def mla_values(kv_b: Matrix, heads: int, nope: int, latent: F32, y: F32, scratch
         y_stride,
         _scratch(scratch, scratch_floats(rank, count * heads)),
     )
-    _done(status, "kimi_mla_values")
+
+
+def mla(
+    kv_b: Matrix,
+    nope: int,
+    rope: int,
+    cache: F32,
+    start: int,
+    q: F32,
+    scale: float,
+    queries: F32,
+    latent: F32,
+    attend: F32,
+    y: F32,
+    scratch: F32,
+) -> None:
+    """The three in turn: y [count, heads value] of the heads of `kv_b` from q [count, heads (nope +
+    rope)]. `queries` [count, heads, rank + rope] and `latent` [count, heads, rank] are overwritten;
+    `attend` and `scratch` are the scratch of the second and of the third.
+    """
+    (count, heads, rank), width = latent.shape, cache.shape[1]
+    if cache.shape[0] < start + count or (rank, width) != (kv_b.cols, kv_b.cols + rope):
+        raise ValueError(f"cache {cache.shape} does not suit {kv_b.cols} and {start} + {count}")
+    q_ptr, q_stride = _rows(q, heads * (nope + rope))
+    y_ptr, y_stride = _rows(y, heads * (kv_b.rows // heads - nope))
+    if count != len(q) or count != len(y):
+        raise ValueError("q, latent and y differ in count")
+    _call(
+        lib.kimi_mla,
+        kv_b.struct,
+        heads,
+        nope,
+        rope,
+        _flat(cache, *cache.shape),
+        start,
+        count,
+        q_ptr,
+        q_stride,
+        scale,
+        _flat(queries, count, heads, width),
+        _flat(latent, count, heads, rank),
+        _scratch(attend, mla_scratch_floats(start + count, heads, width)),
+        y_ptr,
+        y_stride,
+        _scratch(scratch, scratch_floats(rank, count * heads)),
+    )
 
 
 def route(logits: F32, bias: F32, factor: float, ids: NDArray[np.int32], weights: F32) -> None:
@@ -571,7 +700,8 @@ def route(logits: F32, bias: F32, factor: float, ids: NDArray[np.int32], weights
     k = ids.shape[1]
     if ids.dtype != np.int32 or ids.shape != (count, k) or not ids.flags.c_contiguous:
         raise ValueError(f"want contiguous int32 ids [{count}, k]")
-    status = lib.kimi_route(
+    _call(
+        lib.kimi_route,
         _flat(logits, count, experts),
         _flat(bias, experts),
         count,
@@ -581,26 +711,22 @@ def route(logits: F32, bias: F32, factor: float, ids: NDArray[np.int32], weights
         ffi.cast("int32_t *", _raw(ids, np.int32)),
         _flat(weights, count, k),
     )
-    _done(status, "kimi_route")
 
 
 def expert_sum(x: F32, weights: F32, y: F32) -> None:
     """y [count, n] = sum over k, in order, of weights [count, k] times x [count, k, n]."""
-    status = lib.kimi_expert_sum(
-        _flat(x, *x.shape), _flat(weights, *x.shape[:2]), *x.shape, _flat(y, x.shape[0], x.shape[2])
+    _call(
+        lib.kimi_expert_sum,
+        _flat(x, *x.shape),
+        _flat(weights, *x.shape[:2]),
+        *x.shape,
+        _flat(y, x.shape[0], x.shape[2]),
     )
-    _done(status, "kimi_expert_sum")
 
 
 def argmax(x: F32) -> int:
     """Index of the largest of x [n], the lowest on a tie; -1 if any value is not finite."""
     return int(lib.kimi_argmax(_flat(x, x.size), x.size))
-
-
-def _finite(status: int, name: str) -> None:
-    if status == lib.KIMI_E_NUMERIC:
-        raise NumericError("the logits hold NaN or infinity: no token can be chosen from them")
-    _done(status, name)
 
 
 def sample(
@@ -619,7 +745,8 @@ def sample(
     Raises NumericError when a logit is not finite.
     """
     chosen = ffi.new("int32_t *")
-    status = lib.kimi_sample(
+    _call(
+        lib.kimi_sample,
         _flat(logits, logits.size),
         logits.size,
         temperature,
@@ -632,7 +759,6 @@ def sample(
         _vector(order, logits.size, np.int32, "int32_t *"),
         chosen,
     )
-    _finite(status, "kimi_sample")
     return int(chosen[0])
 
 
@@ -643,7 +769,8 @@ def logprobs(logits: F32, ids: I32, values: F64, top_ids: I32, top_values: F64) 
     Raises NumericError when a logit is not finite.
     """
     top = len(top_ids)
-    status = lib.kimi_logprobs(
+    _call(
+        lib.kimi_logprobs,
         _flat(logits, logits.size),
         logits.size,
         _vector(ids, len(ids), np.int32, "int32_t *"),
@@ -653,7 +780,6 @@ def logprobs(logits: F32, ids: I32, values: F64, top_ids: I32, top_values: F64) 
         _vector(top_ids, top, np.int32, "int32_t *"),
         _vector(top_values, top, np.float64, "double *"),
     )
-    _finite(status, "kimi_logprobs")
 
 
 def perplexity(total: float, count: int) -> float:
@@ -665,7 +791,7 @@ def roof_read(words: NDArray[np.uint64]) -> int:
     """Sum of `words` modulo 2^64, read as fast as this machine can."""
     total = ffi.new("uint64_t *")
     pointer = ffi.cast("uint64_t *", _raw(words, np.uint64))
-    _done(lib.kimi_roof_read(pointer, words.size, total), "kimi_roof_read")
+    _call(lib.kimi_roof_read, pointer, words.size, total)
     return int(total[0])
 
 
@@ -673,5 +799,5 @@ def roof_fma(rounds: int) -> tuple[int, float]:
     """`rounds` steps of multiply-adds as fast as this machine can: floating-point operations done
     by all threads, and a mean near 0.5 that depends on every one."""
     flops, mean = ffi.new("int64_t *"), ffi.new("float *")
-    _done(lib.kimi_roof_fma(rounds, flops, mean), "kimi_roof_fma")
+    _call(lib.kimi_roof_fma, rounds, flops, mean)
     return int(flops[0]), float(mean[0])

@@ -81,13 +81,22 @@ class Layer:
         """Rows of matrix `name`."""
         return self._matrices[name][0].rows
 
-    def rows(self, name: str) -> Iterator[tuple[int, Matrix]]:
-        """(first row, rows) pieces of matrix `name`, in order. A piece is gone with the next."""
+    def held(self, name: str) -> Matrix | None:
+        """Matrix `name` where it stays as a whole; None where it comes in pieces."""
         matrix, place = self._matrices[name]
         if not matrix.blocks:
             size = native.row_bytes(matrix.format, matrix.cols) * matrix.rows
-            yield 0, self.piece(matrix, 0, matrix.rows, self._bytes(matrix.inline, size))
+            return self.piece(matrix, 0, matrix.rows, self._bytes(matrix.inline, size))
+        piece, span = self._weights.pinned.get(place, (None, 0))
+        return piece if span == len(matrix.blocks) else None
+
+    def rows(self, name: str) -> Iterator[tuple[int, Matrix]]:
+        """(first row, rows) pieces of matrix `name`, in order. A piece is gone with the next."""
+        whole = self.held(name)
+        if whole is not None:
+            yield 0, whole
             return
+        matrix, place = self._matrices[name]
         at = 0
         while at < len(matrix.blocks):
             held = self._weights.pinned.get(place + at)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reference_model import ReferenceModel
-from running import Run, forged, make_model, run, tighten
+from running import Run, forged, make_model, plan_of, run, tighten
 
 from kimi_cli import native
 from kimi_cli.builtin import ROOT, TINY
@@ -17,6 +17,7 @@ from kimi_cli.config import load_config, parse_config
 from kimi_cli.engine import Engine, Source
 from kimi_cli.errors import CheckpointError, NumericError, ReadError
 from kimi_cli.experts import Experts
+from kimi_cli.state import State
 from kimi_cli.trunk import Trunk
 
 BOUND = 5e-4
@@ -230,12 +231,40 @@ def test_context_longer_than_the_run_changes_nothing(small: Source) -> None:
     assert run(small, ids, context=5000, ram=0, threads=2).same(first)
 
 
+def test_operations_are_repeated_on_their_own_state_only(small: Source) -> None:
+    ids = tokens(small, 12, seed=7)
+    with Engine(small, plan_of(small, ram=None, context=12)) as engine:
+        engine.load()
+        first = [engine.step(token, True).copy() for token in ids]
+        kept = [calls for calls in engine.model._kept.values() if calls is not None]
+        assert len(kept) == len(engine.model._kept) >= 4 * small.config.num_hidden_layers
+        engine.reset()
+        again = [engine.step(token, True).copy() for token in ids[:6]]
+        other = State(small.config, 12)
+        for token, wanted in zip(ids, first, strict=True):
+            logits = engine.model.forward(other, [token], "last", "last")
+            assert logits is not None and np.array_equal(logits, wanted)
+        again += [engine.step(token, True).copy() for token in ids[6:]]
+    assert all(map(np.array_equal, first, again))
+    assert np.array_equal(np.concatenate(first), run(small, ids, ram=0).logits)
+
+
+def test_nothing_in_pieces_is_repeated(tmp_path: Path) -> None:
+    source = make_model(tmp_path, 3, num_hidden_layers=3, hidden_size=512)
+    plan = tighten(0.5)(plan_of(source, ram=None, context=12), source)
+    with Engine(source, plan) as engine:
+        engine.load()
+        for token in tokens(source, 3):
+            engine.step(token, True)
+        kept = {key: calls is not None for key, calls in engine.model._kept.items()}
+    assert set(kept.values()) == {False, True}
+    assert all(kept[n, "before mlp"] for n in range(source.config.num_hidden_layers))
+
+
 # --- failures ------------------------------------------------------------------------------------
 
 
 def test_trunk_bytes_of_each_decode_step_are_the_plans(small: Source) -> None:
-    from running import plan_of
-
     floor = plan_of(small, ram=0, chunk=4)
     for plan in (tighten(share)(floor, small) for share in (0, 0.3, 1)):
         with Engine(small, plan) as engine:

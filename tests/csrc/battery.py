@@ -198,7 +198,20 @@ def mla_cases(fmt):
         native.mla_values(stored(fmt, weights), heads, nope, latent, y, work)
         return [y]
 
-    cases = {f"mla_absorb {fmt.name}": absorb, f"mla_values {fmt.name}": values}
+    def whole():
+        y = blank(4, heads * value)
+        work = blank(native.mla_scratch_floats(200, heads, rank + rope))
+        last = blank(native.scratch_floats(rank, 4 * heads))
+        between = blank(4, heads, rank + rope), blank(4, heads, rank)
+        w = stored(fmt, weights)
+        native.mla(w, nope, rope, cache, 196, q, 0.1, *between, work, y, last)
+        return [y]
+
+    cases = {
+        f"mla_absorb {fmt.name}": absorb,
+        f"mla_values {fmt.name}": values,
+        f"mla {fmt.name}": whole,
+    }
     return {**cases, "mla_attend": attend} if fmt == Format.BF16 else cases
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kimi_cli import native
-from kimi_cli.errors import UsageError
+from kimi_cli.errors import NumericError, UsageError
 from kimi_cli.native import ffi, lib
 
 from .battery import CASES
@@ -79,3 +79,21 @@ def test_a_cpu_without_features_gives_the_same_bits(featureless, monkeypatch):
         for name, case in CASES.items():
             for got, want in zip(case(), wants[name], strict=True):
                 same(got, want, case=name, build="featureless", threads=threads)
+
+
+def test_recorded_operations_are_done_again():
+    x, y = np.array([1, 2, 3], np.float32), np.zeros(3, np.float32)
+    with native.recording() as calls:
+        native.add(x, y)
+        native.add(x, y)
+    native.add(x, y)  # is not
+    assert y.tolist() == [3, 6, 9]
+    x[:] = (10, 20, 30)
+    calls()
+    assert y.tolist() == [23, 46, 69]
+    logits, ids = np.zeros((1, 4), np.float32), np.zeros((1, 2), np.int32)
+    with native.recording() as calls:
+        native.route(logits, np.zeros(4, np.float32), 1.0, ids, np.zeros((1, 2), np.float32))
+    logits[0, 1] = np.inf
+    with pytest.raises(NumericError):
+        calls()

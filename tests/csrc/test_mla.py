@@ -317,6 +317,51 @@ def test_wrong_arrays_are_refused():
             native.mla_attend(c, start, rope, query, 1.0, into, scratch)
 
 
+@FORMATS
+@pytest.mark.parametrize(("count", "start"), [(1, 0), (1, 200), (5, 3)])
+def test_the_three_in_turn(fmt, count, start):
+    heads, nope, rope, value, rank = 3, 8, 4, 6, 64
+    rng = generator("in turn", fmt, count, start)
+    w = matrix(fmt, weights_of(rng, fmt, (heads * (nope + value), rank)))
+    q, cache = (floats(rng, s) for s in ((count, heads * 12), (start + count, rank + rope)))
+    queries, latent = np.empty((count, heads, 68), "f4"), np.empty((count, heads, 64), "f4")
+
+    def one(y):
+        works = [
+            Output((native.mla_scratch_floats(start + count, heads, 68),)),
+            Output((native.scratch_floats(rank, count * heads),)),
+        ]
+        first, last = (work.view for work in works)
+        native.mla(w, nope, rope, cache, start, q, 0.25, queries, latent, first, y, last)
+        for work in works:
+            work.check(written=False, count=count)
+
+    def three(y):
+        native.mla_absorb(w, heads, nope, rope, q, queries.reshape(count, -1))
+        attend(cache, start, rope, queries, 0.25, latent)
+        apply_values(w, heads, nope, latent.reshape(count, -1), y)
+
+    shape = (count, heads * value)
+    same(everywhere(one, shape, threads=(1, 2), gap=5), everywhere(three, shape), start=start)
+    y, work = np.empty(shape, "f4"), np.empty(4096, "f4")
+    good = [w, nope, rope, cache, start, q, 0.25, queries, latent, work, y, work]
+    native.mla(*good)
+    for at, bad in (
+        (3, cache[:-1]),
+        (3, cache[:, :-1].copy()),
+        (2, rope + 1),
+        (4, start + 1),
+        (5, q[:, :-1]),
+        (5, q[:0]),
+        (7, queries[..., :-1].copy()),
+        (9, work[:8]),
+        (10, y[:, :-1]),
+        (11, work[:8]),
+    ):
+        with pytest.raises(ValueError):
+            native.mla(*good[:at], bad, *good[at + 1 :])
+
+
 def test_c_refuses_nulls_and_empty_shapes():
     v, data = ffi.new("float[]", 40000), ffi.new("uint8_t[]", 4096)
     w = ffi.new("kimi_matrix *")
@@ -333,7 +378,15 @@ def test_c_refuses_nulls_and_empty_shapes():
         return lib.kimi_mla_values(w, heads, nope, rank, latent, 32, count, y, 6, scratch)
 
     null = ffi.NULL
-    assert absorb() == attend() == values() == 0
+
+    def mla(w=w, cache=v, q=v, queries=v, latent=v, work=v, y=v, scratch=v):
+        return lib.kimi_mla(
+            w, 2, 4, 2, cache, 0, 1, q, 12, 1.0, queries, latent, work, y, 6, scratch
+        )
+
+    assert absorb() == attend() == values() == mla() == 0
+    for name in ("w", "cache", "q", "queries", "latent", "work", "y", "scratch"):
+        assert mla(**{name: null}) == argument, name
     for bad in (
         *({name: null} for name in ("w", "q", "out")),
         *({name: 0} for name in ("heads", "nope", "count")),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from kimi_cli import native
+from kimi_cli.errors import CheckpointError
 from kimi_cli.native import Format, ffi, lib
 
 from . import reference
@@ -377,3 +379,73 @@ def test_c_refuses_nulls_and_empty_shapes():
         assert call(**bad) == lib.KIMI_E_ARGUMENT, bad
     for cols in (1, 63, 65, 65600):
         assert call(Format.PACKED, cols=cols) == lib.KIMI_E_ARGUMENT, cols
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+@pytest.mark.parametrize("formats", [[f] for f in Format] + [list(Format), [2, 2, 0, 0, 2, 1]])
+def test_several_products_are_each_alone(formats, count):
+    rng = generator("several", formats, count)
+    x, rows = floats(rng, (count, 320)), [130, 3, 96, 1, 70, 5]
+    ws = [
+        matrix(Format(fmt), weights_of(rng, Format(fmt), (n, 320)))
+        for fmt, n in zip(formats, rows, strict=False)
+    ]
+    ends = np.cumsum([0, *(w.rows for w in ws)])
+
+    def together(y):
+        scratch = np.empty(native.scratch_floats(320, count), np.float32)
+        native.products(ws, x, [y[:, a:b] for a, b in pairwise(ends)], scratch)
+
+    def alone(y):
+        for w, a, b in zip(ws, ends, ends[1:], strict=False):
+            part = np.empty((count, w.rows), np.float32)
+            multiply(w, x, part)
+            y[:, a:b] = part
+
+    got = everywhere(together, (count, ends[-1]), threads=(1, 2, 3), count=count)
+    same(got, everywhere(alone, (count, ends[-1])), count=count)
+
+
+def test_products_that_do_not_fit_are_refused():
+    rng = generator("unfit")
+    w, other = (matrix(Format.BF16, weights_of(rng, Format.BF16, (4, c))) for c in (64, 128))
+    x, y, work = np.zeros((2, 64), np.float32), np.zeros((2, 4), np.float32), np.zeros(512, "f4")
+    native.products([w, w], x, [y, y], work)
+    for ws, ys in (([w, other], [y, y]), ([w], [y[:1]]), ([w, w], [y]), ([w], [y[:, :3]])):
+        with pytest.raises(ValueError):
+            native.products(ws, x, ys, work)
+    structs, ys = ffi.new("kimi_matrix *[]", [w.struct, other.struct]), [ffi.new("float[]", 8)] * 2
+    strides, floats_ = [4, 4], ffi.new("float[]", 512)
+    assert lib.kimi_products(structs, 1, floats_, 64, 2, ys, strides, floats_) == 0
+    for n in (0, 2):
+        found = lib.kimi_products(structs, n, floats_, 64, 2, ys, strides, floats_)
+        assert found == lib.KIMI_E_ARGUMENT
+    null = [ffi.NULL] * 2
+    assert lib.kimi_products(null, 1, floats_, 64, 2, ys, strides, floats_) == lib.KIMI_E_ARGUMENT
+    assert lib.kimi_products(structs, 1, floats_, 64, 2, null, strides, floats_) == (
+        lib.KIMI_E_ARGUMENT
+    )
+    structs[1] = matrix(Format.F32, np.zeros((4, 64), np.float32)).struct
+    assert lib.kimi_products(structs, 2, ffi.NULL, 64, 2, ys, strides, floats_) == (
+        lib.KIMI_E_ARGUMENT  # scratch cannot be as both of them want it
+    )
+
+
+def test_escapes_out_of_order_in_any_row_are_refused():
+    rng = generator("refused escapes")
+    weights = weights_of(rng, Format.PACKED, (64, 64))
+    good = matrix(Format.PACKED, weights)
+    x, y = floats(rng, (1, 64)), np.zeros((1, 64), np.float32)
+    work = np.zeros(native.scratch_floats(64, 1), np.float32)
+    for row in (0, 31, 63):
+        data, table, starts, _ = good._kept
+        starts = np.zeros(65, np.uint32)
+        starts[row + 1 :] = 2
+        bad = native.Matrix(
+            Format.PACKED, 64, 64, data, table, starts, np.array([9, 9], "u4") << 16
+        )
+        for threads in (1, 2):
+            native.set_threads(threads)
+            with pytest.raises(CheckpointError, match="out of order"):
+                native.products([good, bad], x, [y, y.copy()], work)
+    native.set_threads(1)

@@ -156,6 +156,18 @@ static void product(void) {
     float *scratch = room(kimi_scratch(cols, count) * 4, 4);
     EVERYWHERE(float, (count - 1) * y_stride + rows,
                kimi_product(&w, x, x_stride, count, out, y_stride, scratch))
+    kimi_matrix more[3] = {w};
+    const kimi_matrix *each[3] = {more};
+    int64_t n = between(1, 3), strides[3] = {rows, rows, rows}, other = format;
+    for (int64_t i = 1; i < n; i++) {
+        if (byte() % 4 == 0) other = byte() % 3;
+        more[i] = matrix(rows, other == KIMI_PACKED && byte() ? (cols + 63) / 64 * 64 : cols, (int)other);
+        each[i] = more + i;
+    }
+    EVERYWHERE(float, n * count * rows,
+               kimi_products(each, n, x, x_stride, count,
+                             (float *[]){out, out + count * rows * (n > 1), out + count * rows * 2 * (n > 2)}, strides,
+                             scratch))
     if (format != KIMI_PACKED) return;
     EVERYWHERE(uint16_t, rows * cols, kimi_unpack_rows(&w, out))
 }
@@ -227,6 +239,12 @@ static void latent(void) {
     EVERYWHERE(float, count * heads * value,
                kimi_mla_values(&w, heads, nope, rank, into, heads * rank, count, out,
                                heads * value, scratch))
+    int64_t start = between(0, 20), width = rank + rope;
+    float *cache = floats((start + count) * width), *queries = floats(count * heads * width);
+    float *attend = room(kimi_mla_scratch(start + count, heads, width) * 4, 4);
+    EVERYWHERE(float, count * heads * value,
+               kimi_mla(&w, heads, nope, rope, cache, start, count, q, q_stride, 0.125f, queries,
+                        into, attend, out, heads * value, scratch))
 }
 
 static void attend(void) {
