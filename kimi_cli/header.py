@@ -264,7 +264,7 @@ def _spans(texts: list[str], colon: str, comma: str) -> list[int]:
     joint = f']}}{comma}"{colon}['.encode()
     bare = f'{colon}[{comma}]}}{comma}"'.encode() * len(texts)
     if text.translate(None, b"0123456789") != bare[: -len(comma) - 1] + b"}":
-        raise ValueError("not all alike")
+        raise ValueError(texts)
     numbers: list[int] = json.loads(text.replace(joint, b",")[len(colon) : -2])
     return numbers
 
