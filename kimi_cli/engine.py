@@ -29,8 +29,8 @@ from kimi_cli.weights import Weights
 
 READERS = 4
 """Threads that read; they sleep in the kernel while they do."""
-SEGMENT_OBJECTS = 640
-"""Python bytes that one segment of the walk costs in tables and matrices."""
+SEGMENT_OBJECTS = 768
+"""Python bytes that one segment of the walk costs in tables, matrices and operations kept."""
 
 
 @dataclass(frozen=True)
