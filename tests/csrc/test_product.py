@@ -425,7 +425,8 @@ def test_products_that_do_not_fit_are_refused():
     assert lib.kimi_products(structs, 1, floats_, 64, 2, null, strides, floats_) == (
         lib.KIMI_E_ARGUMENT
     )
-    structs[1] = matrix(Format.F32, np.zeros((4, 64), np.float32)).struct
+    mixed = matrix(Format.F32, np.zeros((4, 64), np.float32))
+    structs[1] = mixed.struct
     assert lib.kimi_products(structs, 2, ffi.NULL, 64, 2, ys, strides, floats_) == (
         lib.KIMI_E_ARGUMENT  # scratch cannot be as both of them want it
     )
