@@ -34,6 +34,8 @@ DTYPE_BYTES = {
 """Bytes of one element; dtypes below a byte are refused."""
 
 _MAX_RANK = 8
+_SHORTEST = 48
+"""Characters that an entry has at least; one with more quotes than belong to it is not cut."""
 _LONGEST = 120
 """Characters of a tensor's name that are told: more than K3's names have."""
 _METADATA = re.compile(r'\{"__metadata__": ?(\{[^{}]*\}), ?')
@@ -172,7 +174,9 @@ def header_length(prefix: bytes, file_size: int, path: str) -> int:
 def _parsed(text: bytes, start: int, path: str) -> Table:
     """Every tensor of a header. Raises CheckpointError, and ValueError for what is not JSON."""
     header: dict[str, Any] = parse_json(text)
-    _check_metadata(header.pop("__metadata__", {}), path)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None:
+        _check_metadata(metadata, path)
     table = Table([], [], [], [], [])
     for name, info in header.items():
         fault = _what_is_wrong(info)
@@ -210,12 +214,15 @@ def _written_plainly(raw: bytes, start: int, path: str) -> Table | None:
         return None
     metadata = _METADATA.match(text)
     if metadata:
-        _check_metadata(parse_json(metadata[1].encode()), path)
+        try:
+            _check_metadata(parse_json(metadata[1].encode()), path)
+        except ValueError:  # its end may lie elsewhere
+            return None
         text = "{" + text[metadata.end() :]
-    cut = text.split('"')
-    count = len(cut) // 10
-    if len(cut) != 10 * count + 1 or count == 0:
+    count, rest = divmod(text.count('"'), 10)
+    if rest or not 0 < count * _SHORTEST <= len(text):
         return None
+    cut = text.split('"')
     names, dtypes, shapes, spans = cut[1::10], cut[5::10], cut[8::10], cut[10::10]
     colon, comma = cut[4], cut[6]
     if cut[0] != "{" or colon not in (":", ": ") or comma not in (",", ", "):
@@ -257,13 +264,16 @@ def _shape(text: str, colon: str, comma: str) -> tuple[int, ...]:
 def _spans(texts: list[str], colon: str, comma: str) -> list[int]:
     """The numbers in `:[0,6]},` and its like, the last of which is `:[6,8]}}`. Raises ValueError.
 
-    Without their digits the texts must be so many times the same, and with them, what joins two
-    spans become a comma, they must be a list in JSON: no digit can then be elsewhere.
+    Without their digits the texts must be so many times the same. With them, all must begin and
+    end so, and with a comma for what joins two they must be a list in JSON: no digit can then be
+    elsewhere.
     """
     text = '"'.join(texts).encode("ascii")
     joint = f']}}{comma}"{colon}['.encode()
     bare = f'{colon}[{comma}]}}{comma}"'.encode() * len(texts)
     if text.translate(None, b"0123456789") != bare[: -len(comma) - 1] + b"}":
+        raise ValueError(texts)
+    if not text.startswith(f"{colon}[".encode()) or not text.endswith(b"]}}"):
         raise ValueError(texts)
     numbers: list[int] = json.loads(text.replace(joint, b",")[len(colon) : -2])
     return numbers

@@ -82,6 +82,10 @@ def test_scalars_empty_tensors_and_metadata_are_sound() -> None:
     assert list(parse_header(raw, len(raw) + 8, "x")) == ["scalar", "empty"]
     assert parse_header(framed(b"{}"), 10, "x") == {}
     assert parse_header(framed(b'{"__metadata__":{"a":"b"}}  '), 36, "x") == {}
+    one = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    for metadata in (b"null", b'{"note":"a}, b"}', b'{"note":"a},\\"b"}'):
+        raw = framed(b'{"__metadata__":' + metadata + b"," + one)
+        assert list(parse_header(raw, len(raw), "x")) == ["a"]
 
 
 def test_bytes_after_the_header_do_not_matter() -> None:
@@ -109,6 +113,9 @@ def test_bytes_after_the_header_do_not_matter() -> None:
         (b'{"__metadata__":{"a":"b","a":"b"}}', '"a" twice'),
         (b'{"__metadata__":{"a":1}}', "__metadata__ is"),
         (b'{"__metadata__":[]}', "__metadata__ is []"),
+        (b'{"a": {"dtype": "U8", "shape": [0], "data_offsets"5: [0, 0]}}', "not JSON at character"),
+        (b'{"a": {"dtype": "U8", "shape": [0], "data_offsets":5 [0, 0]}}', "not JSON at character"),
+        (b'{"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]5}}', "not JSON at character"),
     ],
 )
 def test_text_that_is_no_header(header: bytes, said: str) -> None:
@@ -188,6 +195,16 @@ def test_huge_claim_allocates_nothing(tmp_path: Path, claim: int) -> None:
         with pytest.raises(CheckpointError, match="claims a header of"):
             read_header(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_quotes_without_end_are_not_cut_apart() -> None:
+    raw = framed(b'{"' + b'ab"' * 1_000_000)
+    tracemalloc.start()
+    try:
+        assert "not JSON" in refusal(raw)
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(raw)
     finally:
         tracemalloc.stop()
 
@@ -273,8 +290,8 @@ EDITS = st.tuples(
     st.sampled_from(
         [
             b"", b" ", b'"', b"{", b"}", b"[", b"]", b":", b",", b"0", b"1", b"-", b".0", b"e1",
-            b"\\", b"\n", b"\x7f", b"\xff", b"true", b'"a"', b"]},", b'":{', b'"dtype"', b"[[1]]",
-            b'"shape":[1],', b'"U8"', b'"__metadata__":{"c":"d"},', b"\xef\xbb\xbf",
+            b"}, ", b"\\", b"\n", b"\x7f", b"\xff", b"true", b'"a"', b"]},", b'":{', b'"dtype"',
+            b"[[1]]", b'"shape":[1],', b'"U8"', b'"__metadata__":{"c":"d"},', b"\xef\xbb\xbf",
         ]
     ),
 )  # fmt: skip
