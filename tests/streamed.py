@@ -22,7 +22,7 @@ class Streamed(NamedTuple):
 @pytest.fixture(scope="session")
 def streamed(tmp_path_factory: pytest.TempPathFactory) -> Streamed:
     model = tmp_path_factory.mktemp("streamed") / "m"
-    make_model(model, hidden_size=512, intermediate_size=20480, num_hidden_layers=4, tokenizer=True)
+    make_model(model, hidden_size=512, intermediate_size=49152, num_hidden_layers=4, tokenizer=True)
     asked = ("-m", model, "--ids", "1,2,3", "-n", 8, "--ignore-eos", "--threads", 2)
     words = ("generate", *asked, "--quiet", "--ram", smallest_ram(*asked))
     return Streamed(model, words, kimi(*words).stdout)
