@@ -1,10 +1,10 @@
 """The one door to the compiled extension: checks shapes, types and contiguity, then calls C.
 
 Arrays are numpy float32 unless said otherwise. A two-dimensional argument may be strided by rows;
-its last axis is contiguous. Nothing here keeps a pointer beyond the call, except `Matrix` and
-`Expert`, which keep their arrays alive. The GIL is released in every call: an array belongs to one
-call at a time. Settings (`set_isa`, `set_threads`) are process-wide and must not be changed while a
-call runs.
+its last axis is contiguous. Nothing here keeps a pointer beyond the call, except `Matrix`, `Expert`
+and `Calls`, which keep their arrays alive. The GIL is released in every call: an array belongs to
+one call at a time. Settings (`set_isa`, `set_threads`) are process-wide and must not be changed
+while a call runs.
 """
 
 from __future__ import annotations
