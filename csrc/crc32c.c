@@ -57,21 +57,25 @@ static int crc_instruction(void) { return (getauxval(AT_HWCAP) & HWCAP_CRC32) !=
 /* crc_shift[k] moves a CRC over LANE zero bytes: 4 tables of 256, one per byte of the CRC. A lane is
  * several pages long, since the memory's own read-ahead starts anew with each. */
 static uint32_t crc_shift[4][256];
-enum { LANE = 32768, STRIDE = 64, AHEAD = 512 };
+enum { LANE = 32768, STRIDE = 64, AHEAD = 512 }; /* LANE: a power of two */
+
+/* A CRC moved over so many zero bytes as `column` says, which has what becomes of each of its bits. */
+static uint32_t crc_moved(const uint32_t column[32], uint32_t c) {
+    uint32_t moved = 0;
+    for (int b = 0; b < 32; b++)
+        if (c >> b & 1) moved ^= column[b];
+    return moved;
+}
 
 static void crc_build_shift(void) {
-    uint32_t column[32];
-    for (int b = 0; b < 32; b++) {
-        uint32_t c = 1u << b;
-        for (int i = 0; i < LANE; i++) c = c >> 8 ^ crc_table[0][c & 255];
-        column[b] = c;
+    uint32_t column[32], half[32];
+    for (int b = 0; b < 32; b++) column[b] = (1u << b) >> 8 ^ crc_table[0][(1u << b) & 255];
+    for (int bytes = 1; bytes < LANE; bytes *= 2) {
+        memcpy(half, column, sizeof half);
+        for (int b = 0; b < 32; b++) column[b] = crc_moved(half, half[b]);
     }
     for (int t = 0; t < 4; t++)
-        for (uint32_t i = 0; i < 256; i++) {
-            crc_shift[t][i] = 0;
-            for (int b = 0; b < 8; b++)
-                if (i >> b & 1) crc_shift[t][i] ^= column[8 * t + b];
-        }
+        for (uint32_t i = 0; i < 256; i++) crc_shift[t][i] = crc_moved(column, i << 8 * t);
 }
 
 static uint32_t crc_over(uint32_t c) {
