@@ -54,12 +54,12 @@ static int crc_instruction(void) { return (getauxval(AT_HWCAP) & HWCAP_CRC32) !=
 #endif
 #endif
 
-/* crc_shift[k] moves a CRC over LANE zero bytes: 4 tables of 256, one per byte of the CRC. A lane is
- * several pages long, since the memory's own read-ahead starts anew with each. */
+/* crc_shift[k] moves a CRC over LANE zero bytes: 4 tables of 256, one per byte of the CRC. A lane
+ * is several pages long, since the memory's own read-ahead starts anew with each. */
 static uint32_t crc_shift[4][256];
 enum { LANE = 32768, STRIDE = 64, AHEAD = 512 }; /* LANE: a power of two */
 
-/* A CRC moved over so many zero bytes as `column` says, which has what becomes of each of its bits. */
+/* A CRC moved over zero bytes, so many as `column` says: what becomes of each of its bits. */
 static uint32_t crc_moved(const uint32_t column[32], uint32_t c) {
     uint32_t moved = 0;
     for (int b = 0; b < 32; b++)
