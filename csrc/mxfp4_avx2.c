@@ -19,7 +19,7 @@
 #define STEPS 8
 #include "panel_avx2.h"
 
-enum { STREAMS = 3 };
+enum { STREAMS = 2 };
 
 /* A 4 x 4 transpose takes columns 4l + j of a half group to vector j, lane l. */
 AVX2 void prepare_mxfp4_avx2(const float *x, int64_t cols, float *out) {
@@ -38,51 +38,75 @@ AVX2 void prepare_mxfp4_avx2(const float *x, int64_t cols, float *out) {
             _mm_storeu_ps(out + g / 4 * 128 + 16 * j + g % 4 * 4, _mm_setzero_ps());
 }
 
-/* 2 groups (32 bytes) as the vectors j = 0..7 of their 8 lanes. */
-AVX2_INLINE void expand(__m256i bytes, __m256 w[8]) {
-    const __m256i low4 = _mm256_set1_epi8(15), upper = _mm256_set1_epi32((int)0xFFFF0000u);
+/* 32 bytes (2 groups) looked up: the bytes of a bf16 for [low, high] nibbles. */
+typedef struct {
+    __m256i high[2], low[2];
+} bf16_bytes;
+
+AVX2_INLINE bf16_bytes look_up(const uint8_t *w) {
+    const __m256i low4 = _mm256_set1_epi8(15);
     const __m256i high_byte = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xBF,
                       (char)0xBF, (char)0xBF, (char)0xC0, (char)0xC0, (char)0xC0, (char)0xC0));
     const __m256i low_byte = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 0, (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0, 0, 0,
                       (char)0x80, (char)0xC0, 0, 0x40, (char)0x80, (char)0xC0));
-    __m256i nibbles[2] = {_mm256_and_si256(bytes, low4),
-                          _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low4)};
+    __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)w);
+    bf16_bytes found;
     for (int odd = 0; odd < 2; odd++) {
-        __m256i high = _mm256_shuffle_epi8(high_byte, nibbles[odd]);
-        __m256i low = _mm256_shuffle_epi8(low_byte, nibbles[odd]);
-        __m256i half[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
-        for (int h = 0; h < 2; h++) {
-            w[4 * h + odd] = _mm256_castsi256_ps(_mm256_slli_epi32(half[h], 16));
-            w[4 * h + 2 + odd] = _mm256_castsi256_ps(_mm256_and_si256(half[h], upper));
-        }
+        __m256i nibbles = _mm256_and_si256(odd ? _mm256_srli_epi16(bytes, 4) : bytes, low4);
+        found.high[odd] = _mm256_shuffle_epi8(high_byte, nibbles);
+        found.low[odd] = _mm256_shuffle_epi8(low_byte, nibbles);
     }
+    return found;
 }
 
-/* 4 scale bytes as the factors of 16 lanes. */
-AVX2_INLINE void expand_scales(const uint8_t *scales, __m256 out[2]) {
+/* Vector j = 4 half + 2 upper + odd of those 8 lanes is weight(pairs(b, half, odd), upper). */
+AVX2_INLINE __m256i pairs(const bf16_bytes *b, int half, int odd) {
+    return half ? _mm256_unpackhi_epi8(b->low[odd], b->high[odd])
+                : _mm256_unpacklo_epi8(b->low[odd], b->high[odd]);
+}
+
+AVX2_INLINE __m256 weight(__m256i pair, int upper) {
+    const __m256i mask = _mm256_set1_epi32((int)0xFFFF0000u);
+    return _mm256_castsi256_ps(upper ? _mm256_and_si256(pair, mask) : _mm256_slli_epi32(pair, 16));
+}
+
+/* Scale bytes 2i and 2i + 1 as the factors of 8 lanes: into bits 24 to 31, and one down. */
+AVX2_INLINE __m256 factors(const uint8_t *scales, int i) {
+    const char a = (char)(2 * i), b = (char)(2 * i + 1);
+    const __m256i order =
+        _mm256_setr_epi8(-1, -1, -1, a, -1, -1, -1, a, -1, -1, -1, a, -1, -1, -1, a, -1, -1, -1, b,
+                         -1, -1, -1, b, -1, -1, -1, b, -1, -1, -1, b);
+    const __m256i least = _mm256_set1_epi32(0x00400000); /* scale byte 0: 2^-127 */
     int32_t four;
     memcpy(&four, scales, sizeof four);
-    __m128i lanes = _mm_shuffle_epi8(
-        _mm_cvtsi32_si128(four), _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
-    const __m256i least = _mm256_set1_epi32(0x00400000); /* scale byte 0: 2^-127 */
-    for (int i = 0; i < 2; i++) {
-        __m256i e = _mm256_cvtepu8_epi32(i ? _mm_srli_si128(lanes, 8) : lanes);
-        out[i] = _mm256_castsi256_ps(_mm256_max_epu32(_mm256_slli_epi32(e, 23), least));
-    }
+    __m256i e = _mm256_srli_epi32(_mm256_shuffle_epi8(_mm256_set1_epi32(four), order), 1);
+    return _mm256_castsi256_ps(_mm256_max_epu32(e, least));
 }
 
-AVX2_INLINE void multiply_super(const uint8_t *w, const uint8_t *scales, const float *x,
-                                __m256 acc[2]) {
-    __m256 scale[2], weights[8];
-    expand_scales(scales, scale);
+/* Super-block s of `streams` rows times 128 columns. Each weight is made where it is multiplied:
+ * the chains of multiply-adds then wait less than when all weights come first. */
+AVX2_INLINE void multiply_super(int streams, const uint8_t *const *w, const uint8_t *const *scales,
+                                int64_t s, const float *x, __m256 (*acc)[2]) {
     for (int i = 0; i < 2; i++) {
-        expand(_mm256_loadu_si256((const __m256i *)(const void *)(w + 32 * i)), weights);
-        __m256 p = _mm256_mul_ps(weights[0], _mm256_loadu_ps(x + 8 * i));
-        for (int j = 1; j < 8; j++)
-            p = _mm256_fmadd_ps(weights[j], _mm256_loadu_ps(x + 16 * j + 8 * i), p);
-        acc[i] = _mm256_fmadd_ps(p, scale[i], acc[i]);
+        bf16_bytes found[STREAMS];
+        __m256 p[STREAMS];
+        for (int k = 0; k < streams; k++) found[k] = look_up(w[k] + 64 * s + 32 * i);
+        for (int half = 0; half < 2; half++) {
+            __m256i pair[STREAMS][2];
+            for (int k = 0; k < streams; k++)
+                for (int odd = 0; odd < 2; odd++) pair[k][odd] = pairs(&found[k], half, odd);
+            for (int j = 0; j < 4; j++) {
+                __m256 column = _mm256_loadu_ps(x + 16 * (4 * half + j) + 8 * i);
+                for (int k = 0; k < streams; k++) {
+                    __m256 a = weight(pair[k][j & 1], j >> 1);
+                    p[k] = half + j ? _mm256_fmadd_ps(a, column, p[k]) : _mm256_mul_ps(a, column);
+                }
+            }
+        }
+        for (int k = 0; k < streams; k++)
+            acc[k][i] = _mm256_fmadd_ps(p[k], factors(scales[k] + 4 * s, i), acc[k][i]);
     }
 }
 
@@ -117,22 +141,25 @@ AVX2_INLINE float end_lanes(const __m256 acc[2]) {
 AVX2_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8_t *packed,
                              const uint8_t *scales, int64_t groups, const float *x, float *y) {
     __m256 acc[STREAMS][2];
-    for (int i = 0; i < streams; i++) acc[i][0] = acc[i][1] = _mm256_setzero_ps();
+    const uint8_t *w[STREAMS], *factor[STREAMS];
+    for (int k = 0; k < streams; k++) {
+        acc[k][0] = acc[k][1] = _mm256_setzero_ps();
+        w[k] = packed + (row + k * step) * groups * 16;
+        factor[k] = scales + (row + k * step) * groups;
+    }
     int64_t s = 0;
-    for (; 4 * s + 4 <= groups; s++)
-        for (int i = 0; i < streams; i++) {
-            int64_t at = (row + i * step) * groups + 4 * s;
-            _mm_prefetch((const char *)(packed + at * 16 + 512), _MM_HINT_T0);
-            multiply_super(packed + at * 16, scales + at, x + 128 * s, acc[i]);
-        }
-    for (int i = 0; i < streams; i++) {
-        int64_t at = (row + i * step) * groups;
+    for (; 4 * s + 4 <= groups; s++) {
+        for (int k = 0; k < streams; k++)
+            _mm_prefetch((const char *)(w[k] + 64 * s + 1024), _MM_HINT_T0);
+        multiply_super(streams, w, factor, s, x + 128 * s, acc);
+    }
+    for (int k = 0; k < streams; k++) {
         if (4 * s < groups) {
             super_block tail;
-            locate(&tail, packed + at * 16, scales + at, groups, s);
-            multiply_super(tail.w, tail.scales, x + 128 * s, acc[i]);
+            locate(&tail, w[k], factor[k], groups, s);
+            multiply_super(1, &tail.w, &tail.scales, 0, x + 128 * s, acc + k);
         }
-        y[row + i * step] = end_lanes(acc[i]);
+        y[row + k * step] = end_lanes(acc[k]);
     }
 }
 
@@ -146,14 +173,14 @@ AVX2_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, i
     const expert_rows *e = weights;
     for (int64_t s = 0; s < steps / 8; s++) {
         super_block b;
-        __m256 w[8], scale[2];
         locate(&b, e->packed + row * e->groups * 16, e->scales + row * e->groups, e->groups,
                first / 8 + s);
-        expand_scales(b.scales, scale);
         for (int i = 0; i < 2; i++) {
-            expand(_mm256_loadu_si256((const __m256i *)(const void *)(b.w + 32 * i)), w);
-            for (int j = 0; j < 8; j++) _mm256_store_ps(out->at[i][8 * s + j][r], w[j]);
-            _mm256_store_ps(out->factor[i][s][r], scale[i]);
+            bf16_bytes found = look_up(b.w + 32 * i);
+            for (int j = 0; j < 8; j++)
+                _mm256_store_ps(out->at[i][8 * s + j][r],
+                                weight(pairs(&found, j >> 2, j & 1), j >> 1 & 1));
+            _mm256_store_ps(out->factor[i][s][r], factors(b.scales, i));
         }
     }
 }
