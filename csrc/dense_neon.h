@@ -98,22 +98,28 @@ KIMI_INLINE int64_t next_escape(const kimi_matrix *w, uint32_t e, uint32_t end, 
     return block < stop ? block : stop;
 }
 
-KIMI_INLINE void lanes_store(float *out, lanes16 a) {
-    for (int i = 0; i < 4; i++) vst1q_f32(out + 4 * i, a.v[i]);
+/* The four vectors of a step, `part` apart. */
+KIMI_INLINE void lanes_store(float *out, int64_t part, lanes16 a) {
+    for (int i = 0; i < 4; i++) vst1q_f32(out + part * i, a.v[i]);
 }
 
-/* Columns [c0, c0 + n) of row r as float32, padded to 16; c0 is a multiple of 64. */
-KIMI_INLINE void tile_row(const kimi_matrix *w, int64_t r, int64_t c0, int64_t n, float *out) {
+/* Columns [c0, c0 + n) of row r as float32, padded to 16: vector i of the 16 columns of step s at
+ * out + s step + i part; c0 is a multiple of 64. */
+KIMI_INLINE void tile_row(const kimi_matrix *w, int64_t r, int64_t c0, int64_t n, float *out,
+                          int64_t step, int64_t part) {
     int64_t c = 0;
     if (w->format == KIMI_F32) {
-        memcpy(out, (const float *)w->data + r * w->cols + c0, (size_t)n * sizeof *out);
-        for (c = n; c % 16; c++) out[c] = 0.0f;
+        const float *row = (const float *)w->data + r * w->cols + c0;
+        for (; c < n; c += 16)
+            lanes_store(out + c / 16 * step, part,
+                        c + 16 <= n ? lanes_load(row + c) : lanes_tail(row + c, n - c));
         return;
     }
     if (w->format == KIMI_BF16) {
         const uint16_t *row = (const uint16_t *)w->data + r * w->cols + c0;
-        for (; c + 16 <= n; c += 16) lanes_store(out + c, lanes_load_bf16(row + c));
-        if (c < n) lanes_store(out + c, lanes_tail_bf16(row + c, n - c));
+        for (; c < n; c += 16)
+            lanes_store(out + c / 16 * step, part,
+                        c + 16 <= n ? lanes_load_bf16(row + c) : lanes_tail_bf16(row + c, n - c));
         return;
     }
     const uint8_t *row = (const uint8_t *)w->data + (r * w->cols + c0) / 64 * 96;
@@ -122,12 +128,14 @@ KIMI_INLINE void tile_row(const kimi_matrix *w, int64_t r, int64_t c0, int64_t n
         uint16x8_t weights[8];
         unpack_block(row + c / 64 * 96, table, weights);
         for (int i = 0; i < 4; i++)
-            lanes_store(out + c + 16 * i, lanes_widen(weights[2 * i], weights[2 * i + 1]));
+            lanes_store(out + (c / 16 + i) * step, part,
+                        lanes_widen(weights[2 * i], weights[2 * i + 1]));
     }
     for (uint32_t e = decode_escape(w, r, c0); e < w->starts[r + 1]; e++) {
         int64_t column = (int64_t)(w->escapes[e] >> 16) - c0;
         if (column >= n) break;
-        out[column] = bf16_float((uint16_t)(w->escapes[e] & 0xFFFFu));
+        out[column / 16 * step + column % 16 / 4 * part + column % 4] =
+            bf16_float((uint16_t)(w->escapes[e] & 0xFFFFu));
     }
 }
 

@@ -28,7 +28,8 @@ void absorb_neon(const kimi_matrix *w, int64_t lo, int64_t nope, const float *q,
             memset(sums, 0, (size_t)batch * sizeof *sums);
             for (int64_t i = 0; i < nope; i += ABSORB_ROWS) {
                 int64_t rows = nope - i < ABSORB_ROWS ? nope - i : ABSORB_ROWS;
-                for (int64_t r = 0; r < rows; r++) tile_row(w, lo + i + r, c0, n, tile[r]);
+                for (int64_t r = 0; r < rows; r++)
+                    tile_row(w, lo + i + r, c0, n, tile[r], 16, 4);
                 for (int64_t t = 0; t < batch; t++) {
                     const float *from = q + (t0 + t) * q_stride + i;
                     if (n == ABSORB_COLUMNS)

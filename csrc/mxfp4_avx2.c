@@ -16,8 +16,9 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
 
+#define VEC_WIDTH 8
 #define STEPS 8
-#include "panel_avx2.h"
+#include "panel.h"
 
 enum { STREAMS = 2 };
 
@@ -163,11 +164,6 @@ AVX2_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8
     }
 }
 
-typedef struct {
-    const uint8_t *packed, *scales;
-    int64_t groups;
-} expert_rows;
-
 AVX2_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps, int r,
                               w_panel *out) {
     const expert_rows *e = weights;
@@ -185,51 +181,9 @@ AVX2_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, i
     }
 }
 
-AVX2_INLINE void multiply_panel(const w_panel *w, const x_panel *x, int64_t steps,
-                                sum_panel *out) {
-    for (int i = 0; i < 2; i++)
-        for (int64_t s = 0; s < steps; s += 8) {
-            __m256 p[WIDE][TALL], row[TALL];
-            for (int r = 0; r < TALL; r++) row[r] = _mm256_load_ps(w->at[i][s][r]);
-            for (int t = 0; t < WIDE; t++) {
-                __m256 column = _mm256_load_ps(x->at[i][s][t]);
-                for (int r = 0; r < TALL; r++) p[t][r] = _mm256_mul_ps(row[r], column);
-            }
-#pragma GCC unroll 8
-            for (int64_t j = s + 1; j < s + 8; j++) {
-                for (int r = 0; r < TALL; r++) row[r] = panel_load(w->at[i][j][r]);
-                for (int t = 0; t < WIDE; t++) {
-                    __m256 column = panel_load(x->at[i][j][t]);
-                    for (int r = 0; r < TALL; r++)
-                        p[t][r] = _mm256_fmadd_ps(row[r], column, p[t][r]);
-                }
-            }
-            for (int r = 0; r < TALL; r++) row[r] = _mm256_load_ps(w->factor[i][s / 8][r]);
-            for (int t = 0; t < WIDE; t++)
-                for (int r = 0; r < TALL; r++) {
-                    float *sum = out->at[i][t][r];
-                    _mm256_store_ps(sum, _mm256_fmadd_ps(p[t][r], row[r], _mm256_load_ps(sum)));
-                }
-        }
-}
-
-AVX2_INLINE const char *panel_bytes(const void *weights, int64_t row, int64_t step) {
-    const expert_rows *e = weights;
-    int64_t at = step / 2 < e->groups ? step / 2 : e->groups;
-    return (const char *)e->packed + (row * e->groups + at) * 16;
-}
-
-AVX2 static void product_block(const expert_rows *w, int64_t lo, int64_t rows, const float *x,
-                               int64_t x_stride, int64_t count, float *y, int64_t y_stride) {
-    block_sums sums __attribute__((aligned(64)));
-    const panel_format format = {decode_panel, multiply_panel, panel_bytes};
-    panel_block(format, w, lo, rows, (w->groups + 3) / 4 * 8, x, x_stride, count, &sums);
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t r = 0; r < rows; r++) {
-            __m256 v[2];
-            panel_lanes(&sums, r, t, v);
-            y[t * y_stride + lo + r] = end_lanes(v);
-        }
+AVX2_INLINE float panel_end(const void *weights, const __m256 lanes[2]) {
+    (void)weights;
+    return end_lanes(lanes);
 }
 
 AVX2 void product_mxfp4_avx2(const uint8_t *packed, const uint8_t *scales, int64_t lo, int64_t hi,
@@ -242,10 +196,8 @@ AVX2 void product_mxfp4_avx2(const uint8_t *packed, const uint8_t *scales, int64
         return;
     }
     const expert_rows w = {packed, scales, groups};
-    for (int64_t r = lo; r < hi; r += BLOCK)
-        for (int64_t t = 0; t < count; t += BATCH)
-            product_block(&w, r, hi - r < BLOCK ? hi - r : BLOCK, x + t * x_stride, x_stride,
-                          count - t < BATCH ? count - t : BATCH, y + t * y_stride, y_stride);
+    const panel_format format = {1, decode_panel, panel_end};
+    panel_product(format, &w, lo, hi, (groups + 3) / 4 * 8, x, x_stride, count, y, y_stride);
 }
 #else
 typedef int kimi_no_avx2_mxfp4;

@@ -9,46 +9,31 @@
  */
 #if defined(__x86_64__)
 #define KIMI_VARIANT avx512
-#include <immintrin.h>
-
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
-#define AVX512_INLINE static inline __attribute__((always_inline)) AVX512
-
-#define VEC __m512
 #define VEC_WIDTH 16
-#define vec_load _mm512_loadu_ps
-#define vec_store _mm512_storeu_ps
-#define vec_mul _mm512_mul_ps
-#define vec_fma _mm512_fmadd_ps
-#define vec_hold(v) __asm__("" : "+v"(v))
-#define BATCH_TARGET AVX512
-#define BATCH_ROWS 1 /* not used here */
-#define BATCH_COLUMNS 1
-#define SCALED_ROWS 4
-#define SCALED_COLUMNS 2
-#include "batch.h"
+#define STEPS 32
+#include "panel.h"
 
 enum { STREAMS = 2 };
 
-AVX512_INLINE __m512 values(void) {
+PANEL_INLINE __m512 values(void) {
     return _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f,
                           -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
 }
 
 /* `groups` (at most 4) groups of 16 bytes, the rest zero, as the lanes' nibbles. */
-AVX512_INLINE __m512i lane_nibbles(const uint8_t *w, int64_t groups) {
+PANEL_INLINE __m512i lane_nibbles(const uint8_t *w, int64_t groups) {
     const __m512i order = _mm512_broadcast_i32x4(
         _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
     __mmask16 there = (__mmask16)((1u << (4 * groups)) - 1u);
     return _mm512_shuffle_epi8(_mm512_maskz_loadu_epi32(there, w), order);
 }
 
-AVX512_INLINE __m512 step_weights(__m512i nibbles, unsigned j, __m512 table) {
+PANEL_INLINE __m512 step_weights(__m512i nibbles, unsigned j, __m512 table) {
     return _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 4 * j), table);
 }
 
 /* The scale bytes of `groups` (at most 4) groups as the factors of 16 lanes. */
-AVX512_INLINE __m512 lane_factors(const uint8_t *scales, int64_t groups) {
+PANEL_INLINE __m512 lane_factors(const uint8_t *scales, int64_t groups) {
     uint8_t four[4] = {127, 127, 127, 127};
     int32_t word;
     memcpy(four, scales, groups < 4 ? (size_t)groups : 4);
@@ -59,8 +44,8 @@ AVX512_INLINE __m512 lane_factors(const uint8_t *scales, int64_t groups) {
     return _mm512_castsi512_ps(_mm512_max_epu32(e, _mm512_set1_epi32(0x00400000)));
 }
 
-AVX512_INLINE __m512 multiply_super(const uint8_t *w, const uint8_t *scales, int64_t groups,
-                                    const float *x, __m512 acc) {
+PANEL_INLINE __m512 multiply_super(const uint8_t *w, const uint8_t *scales, int64_t groups,
+                                   const float *x, __m512 acc) {
     const __m512 table = values();
     __m512i nibbles = lane_nibbles(w, groups);
     __m512 p = _mm512_mul_ps(step_weights(nibbles, 0, table), _mm512_loadu_ps(x));
@@ -69,9 +54,15 @@ AVX512_INLINE __m512 multiply_super(const uint8_t *w, const uint8_t *scales, int
     return _mm512_fmadd_ps(p, lane_factors(scales, groups), acc);
 }
 
+PANEL_INLINE float end_lanes(__m512 acc) {
+    float a[16];
+    _mm512_storeu_ps(a, acc);
+    return lanes_sum(a);
+}
+
 /* `streams` rows, `step` apart, times one column; `streams` is a constant at every call. */
-AVX512_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8_t *packed,
-                               const uint8_t *scales, int64_t groups, const float *x, float *y) {
+PANEL_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8_t *packed,
+                              const uint8_t *scales, int64_t groups, const float *x, float *y) {
     __m512 acc[STREAMS];
     for (int i = 0; i < streams; i++) acc[i] = _mm512_setzero_ps();
     int64_t g = 0;
@@ -85,59 +76,49 @@ AVX512_INLINE void column_rows(int64_t row, int64_t step, int streams, const uin
         int64_t at = (row + i * step) * groups + g;
         if (g < groups)
             acc[i] = multiply_super(packed + at * 16, scales + at, groups - g, x + 32 * g, acc[i]);
-        float a[16];
-        _mm512_storeu_ps(a, acc[i]);
-        y[row + i * step] = lanes_sum(a);
+        y[row + i * step] = end_lanes(acc[i]);
     }
 }
 
-AVX512_INLINE void tile_super(const uint8_t *w, const uint8_t *scales, int64_t groups,
-                              scaled_super *out) {
-    __m512i nibbles = lane_nibbles(w, groups < 4 ? groups : 4);
+/* `groups` (at most 4) groups as super-block s of row r; groups that are not there become 0. */
+PANEL_INLINE void decode_super(const uint8_t *w, const uint8_t *scales, int64_t groups, int64_t s,
+                              int r, w_panel *out) {
+    __m512i nibbles = lane_nibbles(w, groups);
     for (unsigned j = 0; j < 8; j++)
-        _mm512_storeu_ps(out->step[j], step_weights(nibbles, j, values()));
-    _mm512_storeu_ps(out->factor, lane_factors(scales, groups));
+        _mm512_store_ps(out->at[0][8 * s + j][r], step_weights(nibbles, j, values()));
+    _mm512_store_ps(out->factor[0][s][r], lane_factors(scales, groups));
 }
 
-/* `rows` (at most SCALED_ROWS) rows times `count` (at most KIMI_BATCH) columns. */
-AVX512 static void product_tile(const uint8_t *w, const uint8_t *scales, int64_t rows,
-                                int64_t groups, const float *x, int64_t x_stride, int64_t count,
-                                float *y, int64_t y_stride) {
-    scaled_super tile[SCALED_ROWS][TILE_SUPERS] __attribute__((aligned(64)));
-    float lanes[SCALED_ROWS][KIMI_BATCH][16] __attribute__((aligned(64)));
-    memset(lanes, 0, sizeof lanes);
-    int64_t all = (groups + 3) / 4;
-    for (int64_t s0 = 0; s0 < all; s0 += TILE_SUPERS) {
-        int64_t supers = all - s0 < TILE_SUPERS ? all - s0 : TILE_SUPERS;
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t s = 0; s < supers; s++) {
-                int64_t g = 4 * (s0 + s), at = r * groups + g;
-                tile_super(w + at * 16, scales + at, groups - g, tile[r] + s);
-            }
-#define TILE(r, tall, t, wide)                                                                    \
-    scaled_tile(tile + (r), tall, x + (t) * x_stride + 128 * s0, x_stride, wide, supers,          \
-                lanes[r][t], KIMI_BATCH * 16)
-        BATCH_EDGES(TILE, rows, count, SCALED_ROWS, SCALED_COLUMNS)
-#undef TILE
+PANEL_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps,
+                               int r, w_panel *out) {
+    const expert_rows *e = weights;
+    for (int64_t s = 0; s < steps / 8; s++) {
+        int64_t g = first / 2 + 4 * s, at = row * e->groups + g;
+        int64_t left = e->groups - g < 4 ? e->groups - g : 4;
+        if (left == 4) /* a constant, where it matters */
+            decode_super(e->packed + at * 16, e->scales + at, 4, s, r, out);
+        else
+            decode_super(e->packed + at * 16, e->scales + at, left, s, r, out);
     }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < count; t++) y[t * y_stride + r] = lanes_sum(lanes[r][t]);
 }
 
-AVX512 void product_mxfp4_avx512(const uint8_t *packed, const uint8_t *scales, int64_t lo,
-                                 int64_t hi, int64_t cols, const float *x, int64_t x_stride,
-                                 int64_t count, float *y, int64_t y_stride) {
+PANEL_INLINE float panel_end(const void *weights, const __m512 lanes[1]) {
+    (void)weights;
+    return end_lanes(lanes[0]);
+}
+
+PANEL_TARGET void product_mxfp4_avx512(const uint8_t *packed, const uint8_t *scales, int64_t lo,
+                                       int64_t hi, int64_t cols, const float *x, int64_t x_stride,
+                                       int64_t count, float *y, int64_t y_stride) {
     int64_t groups = cols / 32;
-    if (count == 1) {
-        STREAM_ROWS(column_rows, lo, hi, STREAMS, packed, scales, groups, x, y);
+    if (count <= 2) { /* twice over the weights is quicker than panels half empty */
+        for (int64_t t = 0; t < count; t++, x += x_stride, y += y_stride)
+            STREAM_ROWS(column_rows, lo, hi, STREAMS, packed, scales, groups, x, y);
         return;
     }
-    for (int64_t r = lo; r < hi; r += SCALED_ROWS)
-        for (int64_t t = 0; t < count; t += KIMI_BATCH)
-            product_tile(packed + r * groups * 16, scales + r * groups,
-                         hi - r < SCALED_ROWS ? hi - r : SCALED_ROWS, groups, x + t * x_stride,
-                         x_stride, count - t < KIMI_BATCH ? count - t : KIMI_BATCH,
-                         y + t * y_stride + r, y_stride);
+    const expert_rows w = {packed, scales, groups};
+    const panel_format format = {1, decode_panel, panel_end};
+    panel_product(format, &w, lo, hi, (groups + 3) / 4 * 8, x, x_stride, count, y, y_stride);
 }
 #else
 typedef int kimi_no_avx512_mxfp4;

@@ -12,21 +12,9 @@
 #if defined(__aarch64__)
 #define KIMI_VARIANT neon
 #define KIMI_TARGET
-#include <arm_neon.h>
-
-#define VEC float32x4_t
 #define VEC_WIDTH 4
-#define vec_load vld1q_f32
-#define vec_store vst1q_f32
-#define vec_mul vmulq_f32
-#define vec_fma(a, b, c) vfmaq_f32(c, a, b)
-#define vec_hold(v) __asm__("" : "+w"(v))
-#define BATCH_TARGET
-#define BATCH_ROWS 1 /* not used here */
-#define BATCH_COLUMNS 1
-#define SCALED_ROWS 4
-#define SCALED_COLUMNS 2
-#include "batch.h"
+#define STEPS 24
+#include "panel.h"
 
 enum { STREAMS = 2 };
 
@@ -103,58 +91,43 @@ KIMI_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8
     }
 }
 
-/* Up to 4 groups as a super-block; those that are not there become weight 0, factor 1. */
-KIMI_INLINE void tile_super(const uint8_t *w, const uint8_t *scales, int64_t groups,
-                            scaled_super *out) {
-    const uint8x16_t lows = vld1q_u8(low_byte), highs = vld1q_u8(high_byte);
+/* Groups that are not there become weight 0, factor 1. */
+KIMI_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps, int r,
+                              w_panel *out) {
     static const uint8_t none[16] = {0};
-    for (int k = 0; k < 4; k++) {
-        float32x4_t weights[8];
-        expand(k < groups ? w + 16 * k : none, lows, highs, weights);
-        for (int j = 0; j < 8; j++) vst1q_f32(out->step[j] + 4 * k, weights[j]);
-        vst1q_f32(out->factor + 4 * k, vdupq_n_f32(k < groups ? scale_float(scales[k]) : 1.0f));
-    }
+    const uint8x16_t lows = vld1q_u8(low_byte), highs = vld1q_u8(high_byte);
+    const expert_rows *e = weights;
+    for (int64_t s = 0; s < steps / 8; s++)
+        for (int i = 0; i < 4; i++) {
+            int64_t g = first / 2 + 4 * s + i, at = row * e->groups + g;
+            int there = g < e->groups;
+            float32x4_t w[8];
+            expand(there ? e->packed + at * 16 : none, lows, highs, w);
+            for (int j = 0; j < 8; j++) vst1q_f32(out->at[i][8 * s + j][r], w[j]);
+            vst1q_f32(out->factor[i][s][r],
+                      vdupq_n_f32(there ? scale_float(e->scales[at]) : 1.0f));
+        }
 }
 
-/* `rows` (at most SCALED_ROWS) rows times `count` (at most KIMI_BATCH) columns. */
-static void product_tile(const uint8_t *w, const uint8_t *scales, int64_t rows, int64_t groups,
-                         const float *x, int64_t x_stride, int64_t count, float *y,
-                         int64_t y_stride) {
-    scaled_super tile[SCALED_ROWS][TILE_SUPERS] __attribute__((aligned(64)));
-    float lanes[SCALED_ROWS][KIMI_BATCH][16] __attribute__((aligned(64)));
-    memset(lanes, 0, sizeof lanes);
-    int64_t all = (groups + 3) / 4;
-    for (int64_t s0 = 0; s0 < all; s0 += TILE_SUPERS) {
-        int64_t supers = all - s0 < TILE_SUPERS ? all - s0 : TILE_SUPERS;
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t s = 0; s < supers; s++) {
-                int64_t g = 4 * (s0 + s), at = r * groups + g;
-                tile_super(w + at * 16, scales + at, groups - g, tile[r] + s);
-            }
-#define TILE(r, tall, t, wide)                                                                    \
-    scaled_tile(tile + (r), tall, x + (t) * x_stride + 128 * s0, x_stride, wide, supers,          \
-                lanes[r][t], KIMI_BATCH * 16)
-        BATCH_EDGES(TILE, rows, count, SCALED_ROWS, SCALED_COLUMNS)
-#undef TILE
-    }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < count; t++) y[t * y_stride + r] = lanes_sum(lanes[r][t]);
+KIMI_INLINE float panel_end(const void *weights, const float32x4_t lanes[4]) {
+    float a[16];
+    (void)weights;
+    for (int i = 0; i < 4; i++) vst1q_f32(a + 4 * i, lanes[i]);
+    return lanes_sum(a);
 }
 
 void product_mxfp4_neon(const uint8_t *packed, const uint8_t *scales, int64_t lo, int64_t hi,
                         int64_t cols, const float *x, int64_t x_stride, int64_t count, float *y,
                         int64_t y_stride) {
     int64_t groups = cols / 32;
-    if (count == 1) {
-        STREAM_ROWS(column_rows, lo, hi, STREAMS, packed, scales, groups, x, y);
+    if (count <= 2) { /* twice over the weights is quicker than panels half empty */
+        for (int64_t t = 0; t < count; t++, x += x_stride, y += y_stride)
+            STREAM_ROWS(column_rows, lo, hi, STREAMS, packed, scales, groups, x, y);
         return;
     }
-    for (int64_t r = lo; r < hi; r += SCALED_ROWS)
-        for (int64_t t = 0; t < count; t += KIMI_BATCH)
-            product_tile(packed + r * groups * 16, scales + r * groups,
-                         hi - r < SCALED_ROWS ? hi - r : SCALED_ROWS, groups, x + t * x_stride,
-                         x_stride, count - t < KIMI_BATCH ? count - t : KIMI_BATCH,
-                         y + t * y_stride + r, y_stride);
+    const expert_rows w = {packed, scales, groups};
+    const panel_format format = {1, decode_panel, panel_end};
+    panel_product(format, &w, lo, hi, (groups + 3) / 4 * 8, x, x_stride, count, y, y_stride);
 }
 #else
 typedef int kimi_no_neon_mxfp4;

@@ -13,8 +13,9 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE static inline __attribute__((always_inline, target("avx2,fma")))
 
+#define VEC_WIDTH 8
 #define STEPS 24
-#include "panel_avx2.h"
+#include "panel.h"
 
 enum { STREAMS = 4, BF16_STREAMS = 5 };
 
@@ -163,45 +164,9 @@ AVX2_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, i
     tile_row(w, row, c0, n, out->at[0][0][r], TALL * 8, STEPS * TALL * 8);
 }
 
-AVX2_INLINE void multiply_panel(const w_panel *w, const x_panel *x, int64_t steps,
-                                sum_panel *out) {
-    for (int i = 0; i < 2; i++) {
-        __m256 acc[WIDE][TALL];
-        for (int t = 0; t < WIDE; t++)
-            for (int r = 0; r < TALL; r++) acc[t][r] = _mm256_load_ps(out->at[i][t][r]);
-        for (int64_t s = 0; s < steps; s++) {
-            __m256 row[TALL];
-            for (int r = 0; r < TALL; r++) row[r] = panel_load(w->at[i][s][r]);
-            for (int t = 0; t < WIDE; t++) {
-                __m256 column = panel_load(x->at[i][s][t]);
-                for (int r = 0; r < TALL; r++)
-                    acc[t][r] = _mm256_fmadd_ps(row[r], column, acc[t][r]);
-            }
-        }
-        for (int t = 0; t < WIDE; t++)
-            for (int r = 0; r < TALL; r++) _mm256_store_ps(out->at[i][t][r], acc[t][r]);
-    }
-}
-
-AVX2_INLINE const char *panel_bytes(const void *weights, int64_t row, int64_t step) {
+AVX2_INLINE float panel_end(const void *weights, const __m256 lanes[2]) {
     const kimi_matrix *w = weights;
-    int64_t at = row * w->cols + (16 * step < w->cols ? 16 * step : w->cols);
-    return (const char *)w->data + (w->format == KIMI_F32    ? at * 4
-                                    : w->format == KIMI_BF16 ? at * 2
-                                                             : at / 64 * 96);
-}
-
-AVX2 static void product_block(const kimi_matrix *w, int64_t lo, int64_t rows, const float *x,
-                               int64_t x_stride, int64_t count, float *y, int64_t y_stride) {
-    block_sums sums __attribute__((aligned(64)));
-    const panel_format format = {decode_panel, multiply_panel, panel_bytes};
-    panel_block(format, w, lo, rows, (w->cols + 15) / 16, x, x_stride, count, &sums);
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t r = 0; r < rows; r++) {
-            __m256 v[2];
-            panel_lanes(&sums, r, t, v);
-            y[t * y_stride + lo + r] = lanes_end((lanes16){v[0], v[1]}, w->format != KIMI_F32);
-        }
+    return lanes_end((lanes16){lanes[0], lanes[1]}, w->format != KIMI_F32);
 }
 
 AVX2 void product_avx2(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x,
@@ -211,10 +176,8 @@ AVX2 void product_avx2(const kimi_matrix *w, int64_t lo, int64_t hi, const float
             product_column(w, lo, hi, x + t * x_stride, y + t * y_stride);
         return;
     }
-    for (int64_t r = lo; r < hi; r += BLOCK)
-        for (int64_t t = 0; t < count; t += BATCH)
-            product_block(w, r, hi - r < BLOCK ? hi - r : BLOCK, x + t * x_stride, x_stride,
-                          count - t < BATCH ? count - t : BATCH, y + t * y_stride, y_stride);
+    const panel_format format = {0, decode_panel, panel_end};
+    panel_product(format, w, lo, hi, (w->cols + 15) / 16, x, x_stride, count, y, y_stride);
 }
 #else
 typedef int kimi_no_avx2_product;

@@ -1,30 +1,19 @@
 /* product_neon.c: the dense product for NEON, the 16 lanes of the contract in four registers.
  *
  * Weights of every format are brought into column order, so x is prepared as the plain room does.
- * One column streams rows far apart; many columns multiply a decoded tile of rows that stays in
- * the first-level cache.
+ * One column streams rows far apart; many columns multiply decoded panels.
  */
 #if defined(__aarch64__)
 #define KIMI_VARIANT neon
 #define KIMI_TARGET
 #include "dense_neon.h"
 
-#define VEC float32x4_t
 #define VEC_WIDTH 4
-#define vec_load vld1q_f32
-#define vec_store vst1q_f32
-#define vec_mul vmulq_f32
-#define vec_fma(a, b, c) vfmaq_f32(c, a, b)
-#define vec_hold(v) __asm__("" : "+w"(v))
-#define BATCH_TARGET
-#define BATCH_ROWS 3 /* 24 accumulators, 2 columns and a weight: 27 of 32 registers */
-#define BATCH_COLUMNS 2
-#define SCALED_ROWS 1 /* not used here */
-#define SCALED_COLUMNS 1
-#include "batch.h"
+#define STEPS 24
+#include "panel.h"
 
 /* Decoding packed rows takes the registers that two more streams would need. */
-enum { STREAMS = 4, PACKED_STREAMS = 2, TILE_ROWS = 6 };
+enum { STREAMS = 4, PACKED_STREAMS = 2 };
 
 void prepare_neon(int format, const float *x, int64_t cols, float *out) {
     prepare_base(format, x, cols, out);
@@ -119,37 +108,27 @@ static void product_column(const kimi_matrix *w, int64_t lo, int64_t hi, const f
         STREAM_ROWS(rows_packed, lo, hi, PACKED_STREAMS, w, x, y);
 }
 
-/* `rows` (at most TILE_ROWS) rows times `count` (at most KIMI_BATCH) columns. */
-static void product_tile(const kimi_matrix *w, int64_t r0, int64_t rows, const float *x,
-                         int64_t x_stride, int64_t count, float *y, int64_t y_stride) {
-    float tile[TILE_ROWS][TILE_COLUMNS] __attribute__((aligned(64)));
-    float lanes[TILE_ROWS][KIMI_BATCH][16] __attribute__((aligned(64)));
-    memset(lanes, 0, sizeof lanes);
-    for (int64_t c0 = 0; c0 < w->cols; c0 += TILE_COLUMNS) {
-        int64_t n = w->cols - c0 < TILE_COLUMNS ? w->cols - c0 : TILE_COLUMNS;
-        for (int64_t r = 0; r < rows; r++) tile_row(w, r0 + r, c0, n, tile[r]);
-#define TILE(r, tall, t, wide)                                                                    \
-    dense_tile(tile + (r), tall, x + (t) * x_stride + c0, x_stride, wide, n, lanes[r][t],         \
-               KIMI_BATCH * 16)
-        BATCH_EDGES(TILE, rows, count, BATCH_ROWS, BATCH_COLUMNS)
-#undef TILE
-    }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t t = 0; t < count; t++)
-            y[t * y_stride + r0 + r] = lanes_end(lanes_load(lanes[r][t]));
+PANEL_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps,
+                               int r, w_panel *out) {
+    const kimi_matrix *w = weights;
+    int64_t c0 = 16 * first, n = w->cols - c0 < 16 * steps ? w->cols - c0 : 16 * steps;
+    tile_row(w, row, c0, n, out->at[0][0][r], TALL * 4, STEPS * TALL * 4);
+}
+
+PANEL_INLINE float panel_end(const void *weights, const float32x4_t lanes[4]) {
+    (void)weights;
+    return lanes_end((lanes16){{lanes[0], lanes[1], lanes[2], lanes[3]}});
 }
 
 void product_neon(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x, int64_t x_stride,
                   int64_t count, float *y, int64_t y_stride) {
-    if (count == 1) {
-        product_column(w, lo, hi, x, y);
+    if (count <= 2) { /* twice over the weights is quicker than panels half empty */
+        for (int64_t t = 0; t < count; t++)
+            product_column(w, lo, hi, x + t * x_stride, y + t * y_stride);
         return;
     }
-    for (int64_t r = lo; r < hi; r += TILE_ROWS)
-        for (int64_t t = 0; t < count; t += KIMI_BATCH)
-            product_tile(w, r, hi - r < TILE_ROWS ? hi - r : TILE_ROWS, x + t * x_stride, x_stride,
-                         count - t < KIMI_BATCH ? count - t : KIMI_BATCH, y + t * y_stride,
-                         y_stride);
+    const panel_format format = {0, decode_panel, panel_end};
+    panel_product(format, w, lo, hi, (w->cols + 15) / 16, x, x_stride, count, y, y_stride);
 }
 #else
 typedef int kimi_no_neon_product;
