@@ -203,15 +203,19 @@ PANEL_INLINE void panel_block(panel_format format, const void *weights, int64_t 
         for (int64_t t = 0; t < wide; t++)
             panel_columns(x + t * WIDE * x_stride + 16 * first, x_stride, count - t * WIDE, steps,
                           columns + t);
+        /* x of the next chunk is asked for from here on, a few lines at a time too */
+        int64_t column = after ? 0 : count, step = 0;
+        int64_t few = (count * after + tall * wide - 1) / (tall * wide);
         for (int64_t g = 0; g < tall; g++) {
             int64_t at = g * TALL, high = rows - at < TALL ? rows - at : TALL;
             int64_t below = rows - at - high, then = below < TALL ? below : TALL;
             for (int r = 0; r < high; r++)
                 format.decode(weights, lo + at + r, first, steps, r, &panel);
-            for (int64_t t = g * count / tall; t < (g + 1) * count / tall; t++)
-                for (int64_t s = 0; s < after; s++)
-                    __builtin_prefetch(x + t * x_stride + 16 * (next + s), 0, 2);
             for (int64_t t = 0; t < wide; t++) {
+                for (int64_t i = 0; i < few && column < count; i++) {
+                    __builtin_prefetch(x + column * x_stride + 16 * (next + step), 0, 2);
+                    if (++step == after) step = 0, column++;
+                }
                 if (below)
                     panel_prefetch(format, weights, lo + at + TALL, then, first, steps, t, wide);
                 else
