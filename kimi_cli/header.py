@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kimi_cli.errors import CheckpointError
-from kimi_cli.jsonfile import controls, parse_json, shortlist, show
+from kimi_cli.jsonfile import parse_json, shortlist, show
 
 MAX_HEADER = 100_000_000
 """Longest header accepted, in bytes: the limit of the safetensors library."""
@@ -34,11 +34,13 @@ DTYPE_BYTES = {
 """Bytes of one element; dtypes below a byte are refused."""
 
 _MAX_RANK = 8
-_SHORTEST = 48
-"""Characters that an entry has at least; one with more quotes than belong to it is not cut."""
 _LONGEST = 120
 """Characters of a tensor's name that are told: more than K3's names have."""
 _METADATA = re.compile(r'\{"__metadata__": ?(\{[^{}]*\}), ?')
+_ENTRY = re.compile(
+    r'"([^"\\\x00-\x1f]*)": ?\{"dtype": ?"([A-Z0-9_]+", ?"shape": ?\[[0-9, ]*)\], ?'
+    r'"data_offsets": ?\[(0|[1-9][0-9]*), ?(0|[1-9][0-9]*)\]\}'
+)
 _MAX_OFFSET = 1 << 62
 """So that the header before the data does not make it more than 63 bits."""
 
@@ -197,19 +199,15 @@ def _check_metadata(metadata: object, path: str) -> None:
 
 
 def _written_plainly(raw: bytes, start: int, path: str) -> Table | None:
-    """What `_parsed` gives, in a fifth of the time, for a header without a fault that is spaced as
-    the safetensors library or Python's json does; None for any other.
+    """What `_parsed` gives, in half the time, for a header without a fault that is spaced as the
+    safetensors library or Python's json does; None for any other.
 
-    Between two quotes lies either a string or what separates two of them, if no string has an
-    escape. So the text is cut at its quotes, ten for an entry:
+    The text is cut into its entries and what separates them:
 
-        {"NAME":{"dtype":"U8","shape":[2,3],"data_offsets":[0,6]},"NAME":{ ... }}
+        { "NAME":{"dtype":"U8","shape":[2,3],"data_offsets":[0,6]} , "NAME":{ ... } }
     """
-    raw = raw.rstrip(b" ")
-    if b"\\" in raw or controls(raw):
-        return None
     try:
-        text = raw.decode()
+        text = raw.rstrip(b" ").decode()
     except UnicodeDecodeError:
         return None
     metadata = _METADATA.match(text)
@@ -219,64 +217,35 @@ def _written_plainly(raw: bytes, start: int, path: str) -> Table | None:
         except ValueError:  # its end may lie elsewhere
             return None
         text = "{" + text[metadata.end() :]
-    count, rest = divmod(text.count('"'), 10)
-    if rest or not 0 < count * _SHORTEST <= len(text):
+    cut = _ENTRY.split(text)
+    names, kinds = cut[1::5], cut[2::5]
+    if not names or cut[0] != "{" or cut[-1] != "}" or not {",", ", "}.issuperset(cut[5:-1:5]):
         return None
-    cut = text.split('"')
-    names, dtypes, shapes, spans = cut[1::10], cut[5::10], cut[8::10], cut[10::10]
-    colon, comma = cut[4], cut[6]
-    if cut[0] != "{" or colon not in (":", ": ") or comma not in (",", ", "):
-        return None
-    same = {2: colon + "{", 3: "dtype", 4: colon, 6: comma, 7: "shape", 9: "data_offsets"}
-    if any(cut[place::10].count(wanted) != count for place, wanted in same.items()):
-        return None
-    if len(set(names)) != count or "__metadata__" in names:
+    if len(set(names)) != len(names) or "__metadata__" in names:
         return None
     try:
-        sizes = {kind: _shape(kind, colon, comma) for kind in set(shapes)}
-        bytes_of = {
-            (dtype, kind): prod(sizes[kind]) * DTYPE_BYTES[dtype]
-            for dtype, kind in set(zip(dtypes, shapes, strict=True))
-        }
-        numbers = _spans(spans, colon, comma)
-    except (KeyError, ValueError, RecursionError):
+        known = {kind: _kind(kind) for kind in set(kinds)}
+        begins, ends = list(map(int, cut[3::5])), list(map(int, cut[4::5]))
+    except (KeyError, ValueError):
         return None
-    begins, ends = numbers[::2], numbers[1::2]
     lengths = list(map(sub, ends, begins))
-    if list(map(bytes_of.__getitem__, zip(dtypes, shapes, strict=True))) != lengths:
+    if lengths != [known[kind][2] for kind in kinds] or max(ends) > _MAX_OFFSET:
         return None
-    if max(ends) > _MAX_OFFSET:
-        return None
-    found = [sizes[kind] for kind in shapes]
-    return Table(names, dtypes, found, [start + begin for begin in begins], lengths)
+    return Table(
+        names,
+        [known[kind][0] for kind in kinds],
+        [known[kind][1] for kind in kinds],
+        [start + begin for begin in begins],
+        lengths,
+    )
 
 
-def _shape(text: str, colon: str, comma: str) -> tuple[int, ...]:
-    """The sizes in `:[2,3],`. Raises ValueError."""
-    if not text.startswith(colon + "[") or not text.endswith("]" + comma):
-        raise ValueError(text)
-    sizes = json.loads(text[len(colon) : -len(comma)])
+def _kind(text: str) -> tuple[str, tuple[int, ...], int]:
+    """Dtype, shape and bytes of `U8","shape":[2,3`. Raises KeyError or ValueError."""
+    dtype, sizes = text.split('"')[0], json.loads(text[text.index("[") :] + "]")
     if len(sizes) > _MAX_RANK or not _all_sizes(sizes):
         raise ValueError(text)
-    return tuple(sizes)
-
-
-def _spans(texts: list[str], colon: str, comma: str) -> list[int]:
-    """The numbers in `:[0,6]},` and its like, the last of which is `:[6,8]}}`. Raises ValueError.
-
-    Without their digits the texts must be so many times the same. With them, all must begin and
-    end so, and with a comma for what joins two they must be a list in JSON: no digit can then be
-    elsewhere.
-    """
-    text = '"'.join(texts).encode("ascii")
-    joint = f']}}{comma}"{colon}['.encode()
-    bare = f'{colon}[{comma}]}}{comma}"'.encode() * len(texts)
-    if text.translate(None, b"0123456789") != bare[: -len(comma) - 1] + b"}":
-        raise ValueError(texts)
-    if not text.startswith(f"{colon}[".encode()) or not text.endswith(b"]}}"):
-        raise ValueError(texts)
-    numbers: list[int] = json.loads(text.replace(joint, b",")[len(colon) : -2])
-    return numbers
+    return dtype, tuple(sizes), prod(sizes) * DTYPE_BYTES[dtype]
 
 
 def _what_is_wrong(info: Any) -> str:

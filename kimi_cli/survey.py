@@ -6,9 +6,13 @@ at a fault: it collects them, and tells them in one sentence.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +59,7 @@ class Survey:
 
 
 class _Names:
-    """The names that a config demands: `tensors` for all but experts, `slot` for experts."""
+    """The names that a config demands: `tensors` for all but experts, `slots` for experts."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -79,11 +83,13 @@ class _Names:
             for place, part in enumerate(EXPERT_PARTS)
         }
 
-    def slot(self, name: str) -> int | None:
-        """Flat index into `shape` of an expert's tensor; None for any other name."""
-        head, _, tail = name.partition(".experts.")
-        layer, place = self._layers.get(head), self._places.get(tail)
-        return None if layer is None or place is None else layer * self._row + place
+    def slots(self, names: Sequence[str]) -> NDArray[np.int64]:
+        """Flat indices into `shape` of experts' tensors; -1 for any other name."""
+        cut = [name.partition(".experts.") for name in names]
+        heads, tails = map(itemgetter(0), cut), map(itemgetter(2), cut)
+        layers = np.fromiter(map(self._layers.get, heads, repeat(-1)), np.int64, len(cut))
+        places = np.fromiter(map(self._places.get, tails, repeat(-1)), np.int64, len(cut))
+        return np.where((layers < 0) | (places < 0), -1, layers * self._row + places)
 
     def at_slot(self, slot: int) -> str:
         """The name that `slot` is the slot of."""
@@ -96,6 +102,24 @@ def survey(model_dir: Path, config: Config) -> Survey:
 
     Raises CheckpointError only where there is nothing to survey: no directory, or no shard in it.
     """
+    with _uncollected():
+        return _survey(model_dir, config)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's cyclic collector: half a million names pass by, no two of which refer to
+    each other, and it would look them over again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _survey(model_dir: Path, config: Config) -> Survey:
     faults, names = Faults(), _Names(config)
     present, missing, tallies = list_shards(model_dir, faults)
     found = Survey(
@@ -118,9 +142,9 @@ def survey(model_dir: Path, config: Config) -> Survey:
             continue
         if tallies is not None and tallies.get(path.name) != index.tally(table.names):
             differing[path.name] = set(table.names)
-        slots = list(map(names.slot, table.names))
+        slots = names.slots(table.names)
         _fold_experts(table, slots, shard, names, found, faults)
-        others = table.select([slot is None for slot in slots]).entries()
+        others = table.select((slots < 0).tolist()).entries()
         _fold_others(others, shard, names, found, ignored, faults)
         if whole:
             _check_padding(others, path, names, faults)
@@ -138,18 +162,19 @@ def survey(model_dir: Path, config: Config) -> Survey:
 
 def _fold_experts(
     table: Table,
-    slots: Sequence[int | None],
+    slots: NDArray[np.int64],
     shard: int,
     names: _Names,
     found: Survey,
     faults: Faults,
 ) -> None:
     """Adds one shard's experts to `found`, which is all that outlives its header."""
-    at = np.array([slot for slot in slots if slot is not None], np.int64)
-    held = table.select([slot is not None for slot in slots])
-    kinds = list(zip((at % len(EXPERT_PARTS)).tolist(), held.dtypes, held.shapes, strict=True))
-    if not names.expert_kinds.issuperset(kinds):
-        for name, (part, dtype, shape) in zip(held.names, kinds, strict=True):
+    held, at = table.select((slots >= 0).tolist()), slots[slots >= 0]
+    parts = (at % len(EXPERT_PARTS)).tolist()
+    if not names.expert_kinds.issuperset(zip(parts, held.dtypes, held.shapes, strict=True)):
+        for name, part, dtype, shape in zip(
+            held.names, parts, held.dtypes, held.shapes, strict=True
+        ):
             wanted = names.expert_shapes[part]
             if dtype != "U8":
                 faults.add("wrong dtype", f"{short_name(name)} is {dtype}, wanted U8")
@@ -234,9 +259,8 @@ def _compare(
     excused, repeated = set[str](), set[str]()
     unnamed = {file: set(held) for file, held in differing.items()}
     shards = found.expert_shard.reshape(-1)
-    for name, file in (pair for pairs in index.scan_index(path) for pair in pairs):
-        slot = names.slot(name)
-        if file in lost and slot is None:
+    for name, file, slot in _placed(path, names):
+        if file in lost and slot < 0:
             excused.add(name)
         elif file in lost:
             shards[slot] = _EXCUSED if shards[slot] == _ABSENT else shards[slot]
@@ -252,6 +276,14 @@ def _compare(
         for name in sorted(left):
             faults.add("index", f"lacks {short_name(name)} of {file}")
     return excused
+
+
+def _placed(path: Path, names: _Names) -> Iterator[tuple[str, str, int]]:
+    """Every name in the index at `path`, its file and its slot."""
+    for pairs in index.scan_index(path):
+        slots = names.slots([name for name, _ in pairs]).tolist()
+        for (name, file), slot in zip(pairs, slots, strict=True):
+            yield name, file, slot
 
 
 def _absent(found: Survey, names: _Names, excused: set[str]) -> Iterator[str]:
