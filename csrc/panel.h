@@ -27,6 +27,7 @@
 #define VEC __m512
 #define vec_load _mm512_load_ps
 #define vec_store _mm512_store_ps
+#define vec_zero _mm512_setzero_ps
 #define vec_mul _mm512_mul_ps
 #define vec_fma _mm512_fmadd_ps
 #define vec_hold(v) __asm__("" : "+v"(v))
@@ -39,6 +40,7 @@
 #define VEC __m256
 #define vec_load _mm256_load_ps
 #define vec_store _mm256_store_ps
+#define vec_zero _mm256_setzero_ps
 #define vec_mul _mm256_mul_ps
 #define vec_fma _mm256_fmadd_ps
 #define vec_hold(v) __asm__("" : "+x"(v))
@@ -51,6 +53,7 @@
 #define VEC float32x4_t
 #define vec_load vld1q_f32
 #define vec_store vst1q_f32
+#define vec_zero() vdupq_n_f32(0.0f)
 #define vec_mul vmulq_f32
 #define vec_fma(a, b, c) vfmaq_f32(c, a, b)
 #define vec_hold(v) __asm__("" : "+w"(v))
@@ -113,13 +116,14 @@ PANEL_INLINE VEC panel_load(const float *p) {
     return v;
 }
 
-/* out += w times x */
-PANEL_INLINE void panel_multiply(const w_panel *w, const x_panel *x, int64_t steps,
+/* out += w times x; `fresh`: out has nothing in it yet */
+PANEL_INLINE void panel_multiply(const w_panel *w, const x_panel *x, int64_t steps, int fresh,
                                  sum_panel *out) {
     for (int i = 0; i < PARTS; i++) {
         VEC acc[WIDE][TALL];
         for (int t = 0; t < WIDE; t++)
-            for (int r = 0; r < TALL; r++) acc[t][r] = vec_load(out->at[i][t][r]);
+            for (int r = 0; r < TALL; r++)
+                acc[t][r] = fresh ? vec_zero() : vec_load(out->at[i][t][r]);
         for (int64_t s = 0; s < steps; s++) {
             VEC row[TALL];
             for (int r = 0; r < TALL; r++) row[r] = panel_load(w->at[i][s][r]);
@@ -135,7 +139,7 @@ PANEL_INLINE void panel_multiply(const w_panel *w, const x_panel *x, int64_t ste
 
 /* out += factor times (w times x), every 8 steps */
 PANEL_INLINE void panel_multiply_scaled(const w_panel *w, const x_panel *x, int64_t steps,
-                                        sum_panel *out) {
+                                        int fresh, sum_panel *out) {
     for (int i = 0; i < PARTS; i++)
         for (int64_t s = 0; s < steps; s += 8) {
             VEC p[WIDE][TALL], row[TALL];
@@ -156,7 +160,8 @@ PANEL_INLINE void panel_multiply_scaled(const w_panel *w, const x_panel *x, int6
             for (int t = 0; t < WIDE; t++)
                 for (int r = 0; r < TALL; r++) {
                     float *sum = out->at[i][t][r];
-                    vec_store(sum, vec_fma(p[t][r], row[r], vec_load(sum)));
+                    VEC before = fresh && s == 0 ? vec_zero() : vec_load(sum);
+                    vec_store(sum, vec_fma(p[t][r], row[r], before));
                 }
         }
 }
@@ -196,7 +201,6 @@ PANEL_INLINE void panel_block(panel_format format, const void *weights, int64_t 
     sum_panel sums[BLOCK / TALL][BATCH / WIDE] __attribute__((aligned(64)));
     int64_t wide = (count + WIDE - 1) / WIDE, tall = (rows + TALL - 1) / TALL;
     memset(&panel, 0, sizeof panel); /* rows that are not there */
-    for (int64_t g = 0; g < tall; g++) memset(sums[g], 0, (size_t)wide * sizeof sums[g][0]);
     for (int64_t first = 0; first < all; first += STEPS) {
         int64_t steps = all - first < STEPS ? all - first : STEPS, next = first + steps;
         int64_t after = all - next < STEPS ? all - next : STEPS;
@@ -222,9 +226,9 @@ PANEL_INLINE void panel_block(panel_format format, const void *weights, int64_t 
                     panel_prefetch(format, weights, lo, rows < TALL ? rows : TALL, next, after, t,
                                    wide);
                 if (format.scaled)
-                    panel_multiply_scaled(&panel, columns + t, steps, &sums[g][t]);
+                    panel_multiply_scaled(&panel, columns + t, steps, first == 0, &sums[g][t]);
                 else
-                    panel_multiply(&panel, columns + t, steps, &sums[g][t]);
+                    panel_multiply(&panel, columns + t, steps, first == 0, &sums[g][t]);
             }
         }
     }
