@@ -11,13 +11,13 @@ static const kimi_table table_base = {KIMI_KERNELS(KIMI_ENTRY_BASE)};
 #if defined(__x86_64__)
 static const kimi_table table_fma = {KIMI_KERNELS(KIMI_ENTRY_FMA)};
 static const kimi_table table_avx2 = {KIMI_KERNELS(KIMI_ENTRY_AVX2)};
-static const kimi_table table_avx512 = {KIMI_PRODUCT_KERNELS(KIMI_ENTRY_AVX512)
-                                            KIMI_VECTOR_KERNELS(KIMI_ENTRY_AVX2)
-                                                KIMI_PLAIN_KERNELS(KIMI_ENTRY_AVX2)};
+static const kimi_table table_avx512 = {KIMI_WIDE_KERNELS(KIMI_ENTRY_AVX512)
+                                         KIMI_VECTOR_KERNELS(KIMI_ENTRY_AVX2)
+                                             KIMI_PLAIN_KERNELS(KIMI_ENTRY_AVX2)};
 #elif defined(__aarch64__)
-static const kimi_table table_neon = {KIMI_PRODUCT_KERNELS(KIMI_ENTRY_NEON)
-                                          KIMI_VECTOR_KERNELS(KIMI_ENTRY_NEON)
-                                              KIMI_PLAIN_KERNELS(KIMI_ENTRY_BASE)};
+static const kimi_table table_neon = {KIMI_WIDE_KERNELS(KIMI_ENTRY_NEON)
+                                       KIMI_VECTOR_KERNELS(KIMI_ENTRY_NEON)
+                                           KIMI_PLAIN_KERNELS(KIMI_ENTRY_BASE)};
 #endif
 
 static int current_isa = -1; /* -1: the best one, not asked for yet */

@@ -4,7 +4,10 @@
 #define KIMI_TARGET
 #include "dense_neon.h"
 
-enum { ABSORB_ROWS = 32, ABSORB_COLUMNS = 64, BLEND_HEADS = 4 };
+#define VEC_WIDTH 4
+#include "blend.h"
+
+enum { ABSORB_ROWS = 32, ABSORB_COLUMNS = 64 };
 
 /* out (`vectors` of 4 columns) += rows times q; rows are ABSORB_COLUMNS apart. */
 KIMI_INLINE void absorb_tile(const float *tile, int64_t rows, int vectors, const float *q,
@@ -45,49 +48,10 @@ void absorb_neon(const kimi_matrix *w, int64_t lo, int64_t nope, const float *q,
     }
 }
 
-/* out[h][c .. c + 16) += `count` positions of the cache; `heads` is a constant at every call. */
-KIMI_INLINE void blend_tile(const float *cache, int64_t width, int64_t count, const float *e,
-                            int64_t e_stride, int heads, float *out, int64_t rank) {
-    lanes16 block[BLEND_HEADS];
-    for (int h = 0; h < heads; h++) block[h] = lanes_zero();
-    for (int64_t s = 0; s < count; s++) {
-        lanes16 row = lanes_load(cache + s * width);
-        for (int h = 0; h < heads; h++)
-            for (int i = 0; i < 4; i++)
-                block[h].v[i] = vfmaq_n_f32(block[h].v[i], row.v[i], e[h * e_stride + s]);
-    }
-    for (int h = 0; h < heads; h++)
-        for (int i = 0; i < 4; i++) {
-            float *o = out + h * rank + 4 * i;
-            vst1q_f32(o, vaddq_f32(vld1q_f32(o), block[h].v[i]));
-        }
-}
-
 void blend_neon(const float *cache, int64_t positions, int64_t width, int64_t lo, int64_t hi,
                 const float *e, int64_t e_stride, const double *sum, int64_t heads, float *out,
                 int64_t rank) {
-    int64_t whole = lo + (hi - lo) / 16 * 16;
-    for (int64_t h = 0; h < heads; h++)
-        memset(out + h * rank + lo, 0, (size_t)(whole - lo) * sizeof *out);
-    for (int64_t s = 0; s < positions; s += KIMI_POSITION_BLOCK) {
-        int64_t left = positions - s;
-        int64_t count = left < KIMI_POSITION_BLOCK ? left : KIMI_POSITION_BLOCK;
-        for (int64_t c = lo; c < whole; c += 16) {
-            const float *from = cache + s * width + c;
-            int64_t h = 0;
-            for (; h + BLEND_HEADS <= heads; h += BLEND_HEADS)
-                blend_tile(from, width, count, e + h * e_stride + s, e_stride, BLEND_HEADS,
-                           out + h * rank + c, rank);
-            for (; h < heads; h++)
-                blend_tile(from, width, count, e + h * e_stride + s, e_stride, 1,
-                           out + h * rank + c, rank);
-        }
-    }
-    for (int64_t h = 0; h < heads; h++)
-        for (int64_t c = lo; c < whole; c++)
-            out[h * rank + c] = (float)((double)out[h * rank + c] / sum[h]);
-    if (whole < hi)
-        blend_base(cache, positions, width, whole, hi, e, e_stride, sum, heads, out, rank);
+    blend_columns(cache, positions, width, lo, hi, e, e_stride, sum, heads, out, rank);
 }
 #else
 typedef int kimi_no_neon_mla;

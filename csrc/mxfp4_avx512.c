@@ -15,25 +15,25 @@
 
 enum { STREAMS = 2 };
 
-PANEL_INLINE __m512 values(void) {
+VEC_INLINE __m512 values(void) {
     return _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f,
                           -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
 }
 
 /* `groups` (at most 4) groups of 16 bytes, the rest zero, as the lanes' nibbles. */
-PANEL_INLINE __m512i lane_nibbles(const uint8_t *w, int64_t groups) {
+VEC_INLINE __m512i lane_nibbles(const uint8_t *w, int64_t groups) {
     const __m512i order = _mm512_broadcast_i32x4(
         _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
     __mmask16 there = (__mmask16)((1u << (4 * groups)) - 1u);
     return _mm512_shuffle_epi8(_mm512_maskz_loadu_epi32(there, w), order);
 }
 
-PANEL_INLINE __m512 step_weights(__m512i nibbles, unsigned j, __m512 table) {
+VEC_INLINE __m512 step_weights(__m512i nibbles, unsigned j, __m512 table) {
     return _mm512_permutexvar_ps(_mm512_srli_epi32(nibbles, 4 * j), table);
 }
 
 /* The scale bytes of `groups` (at most 4) groups as the factors of 16 lanes. */
-PANEL_INLINE __m512 lane_factors(const uint8_t *scales, int64_t groups) {
+VEC_INLINE __m512 lane_factors(const uint8_t *scales, int64_t groups) {
     uint8_t four[4] = {127, 127, 127, 127};
     int32_t word;
     memcpy(four, scales, groups < 4 ? (size_t)groups : 4);
@@ -44,7 +44,7 @@ PANEL_INLINE __m512 lane_factors(const uint8_t *scales, int64_t groups) {
     return _mm512_castsi512_ps(_mm512_max_epu32(e, _mm512_set1_epi32(0x00400000)));
 }
 
-PANEL_INLINE __m512 multiply_super(const uint8_t *w, const uint8_t *scales, int64_t groups,
+VEC_INLINE __m512 multiply_super(const uint8_t *w, const uint8_t *scales, int64_t groups,
                                    const float *x, __m512 acc) {
     const __m512 table = values();
     __m512i nibbles = lane_nibbles(w, groups);
@@ -54,14 +54,14 @@ PANEL_INLINE __m512 multiply_super(const uint8_t *w, const uint8_t *scales, int6
     return _mm512_fmadd_ps(p, lane_factors(scales, groups), acc);
 }
 
-PANEL_INLINE float end_lanes(__m512 acc) {
+VEC_INLINE float end_lanes(__m512 acc) {
     float a[16];
     _mm512_storeu_ps(a, acc);
     return lanes_sum(a);
 }
 
 /* `streams` rows, `step` apart, times one column; `streams` is a constant at every call. */
-PANEL_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8_t *packed,
+VEC_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint8_t *packed,
                               const uint8_t *scales, int64_t groups, const float *x, float *y) {
     __m512 acc[STREAMS];
     for (int i = 0; i < streams; i++) acc[i] = _mm512_setzero_ps();
@@ -81,7 +81,7 @@ PANEL_INLINE void column_rows(int64_t row, int64_t step, int streams, const uint
 }
 
 /* `groups` (at most 4) groups as super-block s of row r; groups that are not there become 0. */
-PANEL_INLINE void decode_super(const uint8_t *w, const uint8_t *scales, int64_t groups, int64_t s,
+VEC_INLINE void decode_super(const uint8_t *w, const uint8_t *scales, int64_t groups, int64_t s,
                               int r, w_panel *out) {
     __m512i nibbles = lane_nibbles(w, groups);
     for (unsigned j = 0; j < 8; j++)
@@ -89,7 +89,7 @@ PANEL_INLINE void decode_super(const uint8_t *w, const uint8_t *scales, int64_t 
     _mm512_store_ps(out->factor[0][s][r], lane_factors(scales, groups));
 }
 
-PANEL_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps,
+VEC_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps,
                                int r, w_panel *out) {
     const expert_rows *e = weights;
     for (int64_t s = 0; s < steps / 8; s++) {
@@ -102,12 +102,12 @@ PANEL_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, 
     }
 }
 
-PANEL_INLINE float panel_end(const void *weights, const __m512 lanes[1]) {
+VEC_INLINE float panel_end(const void *weights, const __m512 lanes[1]) {
     (void)weights;
     return end_lanes(lanes[0]);
 }
 
-PANEL_TARGET void product_mxfp4_avx512(const uint8_t *packed, const uint8_t *scales, int64_t lo,
+VEC_TARGET void product_mxfp4_avx512(const uint8_t *packed, const uint8_t *scales, int64_t lo,
                                        int64_t hi, int64_t cols, const float *x, int64_t x_stride,
                                        int64_t count, float *y, int64_t y_stride) {
     int64_t groups = cols / 32;

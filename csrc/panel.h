@@ -7,59 +7,24 @@
  * its sets. The sums of BLOCK rows wait in the second level between chunks, so that x is fetched
  * once per block; the bytes of the rows to come are fetched while a panel is multiplied.
  *
- * A SIMD room defines, before it includes this once: VEC_WIDTH, the floats of a vector, which tells
- * its instruction set; and STEPS, the steps of 16 columns in a chunk, a multiple of 8.
+ * A SIMD room defines, before it includes this once: VEC_WIDTH (vec.h), and STEPS, the steps of
+ * 16 columns in a chunk, a multiple of 8.
  */
 #ifndef KIMI_PANEL_H
 #define KIMI_PANEL_H
 
 #include "decode.h"
+#include "vec.h"
 
-/* TALL x WIDE sums, TALL weights and one x fit the registers. vec_hold keeps a loaded vector in its
- * register: compilers like to fold a load into every use, and loads are what these loops run out
- * of. */
-#if VEC_WIDTH == 16
-#include <immintrin.h>
-#define PANEL_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
-#define TALL 4
-#define WIDE 4
-#define BLOCK 192
-#define VEC __m512
-#define vec_load _mm512_load_ps
-#define vec_store _mm512_store_ps
-#define vec_zero _mm512_setzero_ps
-#define vec_mul _mm512_mul_ps
-#define vec_fma _mm512_fmadd_ps
-#define vec_hold(v) __asm__("" : "+v"(v))
-#elif VEC_WIDTH == 8
-#include <immintrin.h>
-#define PANEL_TARGET __attribute__((target("avx2,fma")))
-#define TALL 3
-#define WIDE 4
-#define BLOCK 96
-#define VEC __m256
-#define vec_load _mm256_load_ps
-#define vec_store _mm256_store_ps
-#define vec_zero _mm256_setzero_ps
-#define vec_mul _mm256_mul_ps
-#define vec_fma _mm256_fmadd_ps
-#define vec_hold(v) __asm__("" : "+x"(v))
+/* TALL x WIDE sums, TALL weights and one x fit the registers; the sums of BLOCK rows, for BATCH
+ * columns, half of the second-level cache. */
+#if VEC_WIDTH == 8
+enum { TALL = 3, WIDE = 4, BLOCK = 96 };
+#elif VEC_WIDTH == 16
+enum { TALL = 4, WIDE = 4, BLOCK = 192 };
 #else
-#include <arm_neon.h>
-#define PANEL_TARGET
-#define TALL 4
-#define WIDE 4
-#define BLOCK 96
-#define VEC float32x4_t
-#define vec_load vld1q_f32
-#define vec_store vst1q_f32
-#define vec_zero() vdupq_n_f32(0.0f)
-#define vec_mul vmulq_f32
-#define vec_fma(a, b, c) vfmaq_f32(c, a, b)
-#define vec_hold(v) __asm__("" : "+w"(v))
+enum { TALL = 4, WIDE = 4, BLOCK = 96 };
 #endif
-#define PANEL_INLINE static inline __attribute__((always_inline)) PANEL_TARGET
-
 enum { PARTS = 16 / VEC_WIDTH, BATCH = 32 };
 
 /* [part of the lanes][step][column of x][lane] */
@@ -96,7 +61,7 @@ typedef struct {
 } panel_format;
 
 /* Where the bytes of a row's step begin; past the last step, where the row ends. */
-PANEL_INLINE const char *panel_bytes(panel_format format, const void *weights, int64_t row,
+VEC_INLINE const char *panel_bytes(panel_format format, const void *weights, int64_t row,
                                      int64_t step) {
     if (format.scaled) {
         const expert_rows *e = weights;
@@ -110,14 +75,14 @@ PANEL_INLINE const char *panel_bytes(panel_format format, const void *weights, i
                                                              : at / 64 * 96);
 }
 
-PANEL_INLINE VEC panel_load(const float *p) {
+VEC_INLINE VEC panel_load(const float *p) {
     VEC v = vec_load(p);
     vec_hold(v);
     return v;
 }
 
 /* out += w times x; `fresh`: out has nothing in it yet */
-PANEL_INLINE void panel_multiply(const w_panel *w, const x_panel *x, int64_t steps, int fresh,
+VEC_INLINE void panel_multiply(const w_panel *w, const x_panel *x, int64_t steps, int fresh,
                                  sum_panel *out) {
     for (int i = 0; i < PARTS; i++) {
         VEC acc[WIDE][TALL];
@@ -138,7 +103,7 @@ PANEL_INLINE void panel_multiply(const w_panel *w, const x_panel *x, int64_t ste
 }
 
 /* out += factor times (w times x), every 8 steps */
-PANEL_INLINE void panel_multiply_scaled(const w_panel *w, const x_panel *x, int64_t steps,
+VEC_INLINE void panel_multiply_scaled(const w_panel *w, const x_panel *x, int64_t steps,
                                         int fresh, sum_panel *out) {
     for (int i = 0; i < PARTS; i++)
         for (int64_t s = 0; s < steps; s += 8) {
@@ -167,7 +132,7 @@ PANEL_INLINE void panel_multiply_scaled(const w_panel *w, const x_panel *x, int6
 }
 
 /* `columns` (past WIDE: WIDE) columns of prepared x; what is missing is zero. */
-PANEL_INLINE void panel_columns(const float *x, int64_t x_stride, int64_t columns, int64_t steps,
+VEC_INLINE void panel_columns(const float *x, int64_t x_stride, int64_t columns, int64_t steps,
                                 x_panel *out) {
     for (int64_t t = 0; t < WIDE; t++)
         for (int64_t s = 0; s < steps; s++)
@@ -181,7 +146,7 @@ PANEL_INLINE void panel_columns(const float *x, int64_t x_stride, int64_t column
 
 /* Asks for every `stride`th line, from `line` on, of `steps` steps of `rows` rows: a few at a time,
  * since loads that miss the first-level cache wait behind all that was asked for before. */
-PANEL_INLINE void panel_prefetch(panel_format format, const void *weights, int64_t row,
+VEC_INLINE void panel_prefetch(panel_format format, const void *weights, int64_t row,
                                  int64_t rows, int64_t first, int64_t steps, int64_t line,
                                  int64_t stride) {
     for (int64_t r = row; r < row + rows; r++) {
@@ -193,7 +158,7 @@ PANEL_INLINE void panel_prefetch(panel_format format, const void *weights, int64
 
 /* Rows [lo, lo + rows) (at most BLOCK) of `all` steps times `count` (at most BATCH) prepared
  * columns. */
-PANEL_INLINE void panel_block(panel_format format, const void *weights, int64_t lo, int64_t rows,
+VEC_INLINE void panel_block(panel_format format, const void *weights, int64_t lo, int64_t rows,
                               int64_t all, const float *x, int64_t x_stride, int64_t count,
                               float *y, int64_t y_stride) {
     x_panel columns[BATCH / WIDE] __attribute__((aligned(64)));
@@ -242,7 +207,7 @@ PANEL_INLINE void panel_block(panel_format format, const void *weights, int64_t 
 }
 
 /* Rows [lo, hi) of `steps` steps times `count` prepared columns. */
-PANEL_INLINE void panel_product(panel_format format, const void *weights, int64_t lo, int64_t hi,
+VEC_INLINE void panel_product(panel_format format, const void *weights, int64_t lo, int64_t hi,
                                 int64_t steps, const float *x, int64_t x_stride, int64_t count,
                                 float *y, int64_t y_stride) {
     for (int64_t r = lo; r < hi; r += BLOCK)

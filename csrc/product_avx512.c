@@ -12,20 +12,20 @@
 #define STEPS 32
 #include "panel.h"
 
-PANEL_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps,
+VEC_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps,
                                int r, w_panel *out) {
     const kimi_matrix *w = weights;
     int64_t c0 = 16 * first, n = w->cols - c0 < 16 * steps ? w->cols - c0 : 16 * steps;
     tile_row(w, row, c0, n, out->at[0][0][r], TALL * 16, 8);
 }
 
-PANEL_INLINE float panel_end(const void *weights, const __m512 lanes[1]) {
+VEC_INLINE float panel_end(const void *weights, const __m512 lanes[1]) {
     const kimi_matrix *w = weights;
     lanes16 halves = {_mm512_castps512_ps256(lanes[0]), _mm512_extractf32x8_ps(lanes[0], 1)};
     return lanes_end(halves, w->format != KIMI_F32);
 }
 
-PANEL_TARGET void product_avx512(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x,
+VEC_TARGET void product_avx512(const kimi_matrix *w, int64_t lo, int64_t hi, const float *x,
                                  int64_t x_stride, int64_t count, float *y, int64_t y_stride) {
     if (count <= 2) {
         product_avx2(w, lo, hi, x, x_stride, count, y, y_stride);

@@ -108,14 +108,14 @@ static void product_column(const kimi_matrix *w, int64_t lo, int64_t hi, const f
         STREAM_ROWS(rows_packed, lo, hi, PACKED_STREAMS, w, x, y);
 }
 
-PANEL_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps,
+VEC_INLINE void decode_panel(const void *weights, int64_t row, int64_t first, int64_t steps,
                                int r, w_panel *out) {
     const kimi_matrix *w = weights;
     int64_t c0 = 16 * first, n = w->cols - c0 < 16 * steps ? w->cols - c0 : 16 * steps;
     tile_row(w, row, c0, n, out->at[0][0][r], TALL * 4, STEPS * TALL * 4);
 }
 
-PANEL_INLINE float panel_end(const void *weights, const float32x4_t lanes[4]) {
+VEC_INLINE float panel_end(const void *weights, const float32x4_t lanes[4]) {
     (void)weights;
     return lanes_end((lanes16){{lanes[0], lanes[1], lanes[2], lanes[3]}});
 }

@@ -14,13 +14,17 @@
 enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
 
 /* Rooms of their own in every instruction set. */
-#define KIMI_PRODUCT_KERNELS(K)                                                                   \
+#define KIMI_WIDE_KERNELS(K)                                                                      \
     /* rows [lo, hi) of w times `count` prepared columns */                                       \
     K(product, (const kimi_matrix *w, int64_t lo, int64_t hi, const float *x, int64_t x_stride,   \
                 int64_t count, float *y, int64_t y_stride))                                       \
     K(product_mxfp4, (const uint8_t *packed, const uint8_t *scales, int64_t lo, int64_t hi,       \
                       int64_t cols, const float *x, int64_t x_stride, int64_t count, float *y,    \
-                      int64_t y_stride))
+                      int64_t y_stride))                                                          \
+    /* out[h][c] = sum over positions of e[h][.] cache[.][c], over sum[h]; columns [lo, hi) */    \
+    K(blend, (const float *cache, int64_t positions, int64_t width, int64_t lo, int64_t hi,       \
+              const float *e, int64_t e_stride, const double *sum, int64_t heads, float *out,     \
+              int64_t rank))
 
 /* Rooms of their own in AVX2 and NEON; AVX-512 shares AVX2's. */
 #define KIMI_VECTOR_KERNELS(K)                                                                    \
@@ -29,11 +33,7 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
     /* the same for product_mxfp4, padded to a multiple of 128 */                                 \
     K(prepare_mxfp4, (const float *x, int64_t cols, float *out))                                  \
     K(absorb, (const kimi_matrix *w, int64_t lo, int64_t nope, const float *q, int64_t q_stride,  \
-               int64_t count, float *out, int64_t out_stride))                                    \
-    /* out[h][c] = sum over positions of e[h][.] cache[.][c], over sum[h]; columns [lo, hi) */    \
-    K(blend, (const float *cache, int64_t positions, int64_t width, int64_t lo, int64_t hi,       \
-              const float *e, int64_t e_stride, const double *sum, int64_t heads, float *out,     \
-              int64_t rank))
+               int64_t count, float *out, int64_t out_stride))
 
 /* The rest: plain rooms, compiled again per instruction set, but for arm64, where NEON is part of
  * the base. */
@@ -57,7 +57,7 @@ enum { KIMI_BATCH = 64, KIMI_CHUNK = 1024 };
               const float *decay, float beta, float *o))                                          \
     K(expert_sum, (const float *x, const float *weights, int64_t k, int64_t n, float *y))
 
-#define KIMI_KERNELS(K) KIMI_PRODUCT_KERNELS(K) KIMI_VECTOR_KERNELS(K) KIMI_PLAIN_KERNELS(K)
+#define KIMI_KERNELS(K) KIMI_WIDE_KERNELS(K) KIMI_VECTOR_KERNELS(K) KIMI_PLAIN_KERNELS(K)
 
 #define KIMI_POINTER(name, args) void(*name) args;
 typedef struct {
@@ -74,9 +74,9 @@ KIMI_KERNELS(KIMI_DECLARE_BASE)
 #if defined(__x86_64__)
 KIMI_KERNELS(KIMI_DECLARE_FMA)
 KIMI_KERNELS(KIMI_DECLARE_AVX2)
-KIMI_PRODUCT_KERNELS(KIMI_DECLARE_AVX512)
+KIMI_WIDE_KERNELS(KIMI_DECLARE_AVX512)
 #elif defined(__aarch64__)
-KIMI_PRODUCT_KERNELS(KIMI_DECLARE_NEON)
+KIMI_WIDE_KERNELS(KIMI_DECLARE_NEON)
 KIMI_VECTOR_KERNELS(KIMI_DECLARE_NEON)
 #endif
 
