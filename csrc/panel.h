@@ -21,7 +21,7 @@
 #if VEC_WIDTH == 8
 enum { TALL = 3, WIDE = 4, BLOCK = 96 };
 #elif VEC_WIDTH == 16
-enum { TALL = 4, WIDE = 4, BLOCK = 192 };
+enum { TALL = 6, WIDE = 4, BLOCK = 192 };
 #else
 enum { TALL = 4, WIDE = 4, BLOCK = 96 };
 #endif
