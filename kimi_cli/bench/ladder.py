@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -33,19 +33,23 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Limits:
-    """The best rates met between tokens: bytes a second of memory reads, of experts multiplied and
-    of the disk (0 where nothing is streamed); multiply-adds a second."""
+    """Rates just before and after a token, in the mean: bytes a second of memory reads, of experts
+    multiplied and of the disk (0 where nothing is streamed)."""
 
     read: float = 0.0
     expert: float = 0.0
     blocks: float = 0.0
     extents: float = 0.0
-    fma: float = 0.0
+
+    def mean(self, other: Limits) -> Limits:
+        return Limits(*((a + b) / 2 for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
 class Rung:
-    """The fastest token under one budget. Bytes are those read for it; limits are seconds."""
+    """A token under one budget: of several, the one in the middle by how near it came to its limit.
+    A shared machine is faster in one second than in the next, so that each token is held against
+    the limits around it. Bytes are those read for it; limits are seconds."""
 
     plan: Plan
     resident: bool
@@ -123,7 +127,7 @@ class Ladder:
         return not plan.trunk_per_token and plan.slots == routed_experts(self.source.config)
 
     def rung(self, budget: int, sink: Sink | None = None) -> Rung:
-        """The fastest of several tokens under `budget`; measured once. `sink` gets every span."""
+        """The Rung of `budget`; measured once. `sink` gets every span."""
         if budget not in self._rungs:
             self._rungs[budget] = self._measure(self._plan(budget), sink)
             gc.collect()  # layers and weights refer to one another
@@ -131,7 +135,7 @@ class Ladder:
 
     def _measure(self, plan: Plan, sink: Sink | None) -> Rung:
         resident = self.is_resident(plan)
-        limits, best, spans = Limits(), None, list[Span]()
+        rungs, around, spans = list[Rung](), Limits(), list[Span]()
         started = time.monotonic()
 
         def keep(span: Span) -> None:
@@ -154,38 +158,35 @@ class Ladder:
                 trunk = engine.weights.bytes_read - before[0]
                 experts = engine.experts.bytes_read - before[1]
                 late = time.monotonic() - started > self._effort.patience
+                earlier, around = around, self._probe(bool(trunk or experts), seconds.total)
                 if count == 0 and not late:
                     continue  # it met cold caches
-                limits = self._probe(limits, bool(trunk or experts), seconds.total)
-                if best is None or seconds.total < best[0].total:
-                    best = seconds, trunk, experts
+                limits = around if count == 0 else around.mean(earlier)
+                disk = trunk / limits.blocks + experts / limits.extents if trunk or experts else 0.0
+                compute = self._compute_limit(limits, engine.state.position)
+                rungs.append(Rung(plan, resident, seconds, trunk, experts, compute, disk, limits))
                 if late:
                     break
-            position = engine.state.position
-        assert best is not None
-        disk = best[1] / limits.blocks + best[2] / limits.extents if best[1] or best[2] else 0.0
-        return Rung(plan, resident, *best, self._compute_limit(limits, position), disk, limits)
+        rungs.sort(key=lambda rung: rung.limit / rung.seconds.total)
+        return rungs[len(rungs) // 2]
 
     def _ids(self, count: int) -> list[int]:
         chosen = np.random.default_rng(count).integers(0, self.source.config.vocab_size, count)
         ids: list[int] = chosen.tolist()
         return ids
 
-    def _probe(self, limits: Limits, disk: bool, token: float) -> Limits:
-        """Every limit once more, for about as long as the token that took `token` seconds met it:
-        the best of short moments is more than any token can have."""
+    def _probe(self, disk: bool, token: float) -> Limits:
+        """Every limit, each for about as long as a token that took `token` seconds met it."""
         short = max(self._effort.seconds, token) / 2
         long = max(self._effort.disk_seconds, token / 2)
         part = self._operands.experts[0][0]
         weight = self._operands.expert_bytes / (2 * part.size)
-        found = {
-            "read": self._operands.read()(short),
-            "expert": self._operands.mxfp4(1)(short) * weight,
-        }
-        if disk:
-            found["blocks"] = self._disk.most_blocks(long)
-            found["extents"] = self._disk.most_extents(long)
-        return replace(limits, **{k: max(v, getattr(limits, k)) for k, v in found.items()})
+        return Limits(
+            self._operands.read()(short),
+            self._operands.mxfp4(1)(short) * weight,
+            self._disk.most_blocks(long) if disk else 0.0,
+            self._disk.most_extents(long) if disk else 0.0,
+        )
 
     def _compute_limit(self, limits: Limits, position: int) -> float:
         """Seconds to read once, from memory, all that a token multiplies or moves on."""
