@@ -13,7 +13,7 @@ import numpy as np
 
 from kimi_cli.bench.contest import Effort
 from kimi_cli.bench.disk import Disk
-from kimi_cli.bench.kernels import Operands, fma
+from kimi_cli.bench.kernels import SHORTER, Operands, fma
 from kimi_cli.engine import READERS, SEGMENT_OBJECTS, Engine, Source
 from kimi_cli.errors import BudgetError
 from kimi_cli.plan import SLACK as PLAN_SLACK
@@ -67,7 +67,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The fastest prefill of `tokens` tokens, its operations, and multiply-adds a second."""
+    """A prefill of `tokens` tokens, its operations, and multiply-adds a second around it."""
 
     plan: Plan
     tokens: int
@@ -149,7 +149,7 @@ class Ladder:
             ids = self._ids(PROMPT)
             for _ in engine.prefill(ids if resident else ids[:1], False, True):
                 pass
-            for count, token in enumerate(self._ids(1 + self._effort.tokens)):
+            for count, token in enumerate(self._ids(1 + SHORTER * self._effort.tokens)):
                 spans.clear()
                 before = engine.weights.bytes_read, engine.experts.bytes_read
                 begin = time.monotonic_ns()
@@ -165,7 +165,7 @@ class Ladder:
                 disk = trunk / limits.blocks + experts / limits.extents if trunk or experts else 0.0
                 compute = self._compute_limit(limits, engine.state.position)
                 rungs.append(Rung(plan, resident, seconds, trunk, experts, compute, disk, limits))
-                if late:
+                if late or (count >= self._effort.tokens and seconds.total > 1.0):
                     break
         rungs.sort(key=lambda rung: rung.limit / rung.seconds.total)
         return rungs[len(rungs) // 2]
@@ -198,23 +198,24 @@ class Ladder:
         return (trunk + state) / limits.read + experts / limits.expert
 
     def prefill(self) -> Prefill:
-        """The fastest of several prefills under the largest budget."""
+        """Of several prefills under the largest budget, the one in the middle, as for tokens."""
         plan, work = self._plan(self.largest), self.work
-        least, peak = float("inf"), 0.0
-        ids = self._ids(PROMPT)
-        multiply = fma()
+        ids, multiply, found = self._ids(PROMPT), fma(), list[Prefill]()
         flops = 2.0 * PROMPT * (work.trunk + work.layers * work.chosen * work.expert)
         flops += 2.0 * work.head
         started = time.monotonic()
         with Engine(self.source, plan) as engine:
             engine.load()
+            around = multiply(self._effort.seconds)
             for _ in range(1 + min(self._effort.tokens, CONTEXT // PROMPT - 1)):
                 begin = time.perf_counter()
                 for _ in engine.prefill(ids, False, True):
                     pass
-                least = min(least, time.perf_counter() - begin)
-                peak = max(peak, multiply(self._effort.seconds / 2))
+                seconds = time.perf_counter() - begin
+                earlier, around = around, multiply(self._effort.seconds)
+                found.append(Prefill(plan, PROMPT, seconds, flops, (earlier + around) / 2))
                 if time.monotonic() - started > self._effort.patience:
                     break
         gc.collect()
-        return Prefill(plan, PROMPT, least, flops, peak)
+        found.sort(key=lambda prefill: prefill.seconds * prefill.peak)
+        return found[len(found) // 2]
